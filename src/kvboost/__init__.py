@@ -29,6 +29,7 @@ from kvboost.errors import (
 from kvboost.results import (
     AdapterInfo,
     AnswerAudit,
+    AppliedEdit,
     Arrangement,
     Calibration,
     GenerationResult,
@@ -61,6 +62,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterNotFoundError",
     "AnswerAudit",
+    "AppliedEdit",
     "Arrangement",
     "AsyncTextStream",
     "CacheFolderError",

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from kvboost.chat.answer_options import answer_options
-from kvboost.chat.parser import AnswerParser, collect
+from kvboost.chat.context_edits import edit_context
+from kvboost.chat.parser import AnswerParser, with_parts
 from kvboost.chat.tool_use import ToolUse, tool_use
 from kvboost.checks.calibrate import calibrate
 from kvboost.checks.rehearsal import rehearse
@@ -255,6 +256,7 @@ class KVBoost(TextCache):
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str = "auto",
         template_options: Mapping[str, Any] | None = None,
+        context_management: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
         """Answers a conversation in the model's own chat template. The roles of messages are
@@ -264,21 +266,19 @@ class KVBoost(TextCache):
         or the name of a tool; the last two need the extra ``structured``. The result's
         ``tool_calls`` and ``content`` are the parts of the answer, ``output_text`` is all of it.
         ``template_options`` go to the template, such as ``{"enable_thinking": False}``.
+        ``context_management`` clears old tool results and reasoning first; see ``applied_edits``.
         """
         clock = Clock()
         if isinstance(messages, str):
             raise PromptError("chat() takes messages; give text to generate()")
         use = tool_use(tools, tool_choice)
-        ids = self.encode(Conversation(messages, use.offered, template_options or {}))
+        said = Conversation(messages, use.offered, template_options or {})
+        said, applied = edit_context(said, context_management, lambda one: len(self.encode(one)))
+        ids = self.encode(said)
         prepared: Any = self.answer_options(ids, use, options)
         state = self._requests.begin(ids, max_new_tokens, mode, prepared, clock)
-        result = _whole(self._stream(state))
-        parser = self.answer_parser(ids, use)
-        if parser is None:
-            return result
-        parts = parser.feed(result.output_text)
-        parts += parser.finish(cut=result.finish_reason == "length")
-        return replace(result, parsed=collect(parts))
+        result = replace(_whole(self._stream(state)), applied_edits=applied)
+        return with_parts(result, self.answer_parser(ids, use))
 
     def stream(
         self,

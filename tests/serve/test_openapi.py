@@ -29,9 +29,10 @@ JUDGED_LATER = re.compile(
     r"|messages\[\d+\]\.(content|tool_calls|tool_call_id|reasoning_content)"
     r"|input\[\d+\]\.arguments|messages: the last|messages\[\d+\]: a \w+ block|output_config"
     r"|messages\[\d+\]: \w+ goes with|format cannot|system does not|this model"
+    r"|context_management(\.edits$|: edits=\[)"
 )
-"""Schemas, grammars, messages about tools, texts that do not fit the model: no OpenAPI document can
-say which of them are good. Ollama's errors have no ``param``."""
+"""Schemas, grammars, messages about tools, texts that do not fit the model, the order of edits: no
+OpenAPI document can say which of them are good. Ollama's errors have no ``param``."""
 
 KEY = "k-root"
 SETTINGS = ServerSettings(

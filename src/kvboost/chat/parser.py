@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from kvboost.chat.calls import CallReader, Part
 from kvboost.chat.styles import PYTHON_TAG, THINK, THOUGHT, CallStyle
-from kvboost.results import ParsedAnswer, ToolCall
+from kvboost.results import GenerationResult, ParsedAnswer, ToolCall
 
 _FENCE = "```"
 _CUT_MARK = 2
@@ -254,3 +255,12 @@ def collect(parts: Iterable[Part]) -> ParsedAnswer:
         else:
             texts[part.kind] += part.text
     return ParsedAnswer(texts["content"], texts["reasoning"], tuple(calls))
+
+
+def with_parts(result: GenerationResult, parser: AnswerParser | None) -> GenerationResult:
+    """``result`` with the parts of its answer, if ``parser`` reads any."""
+    if parser is None:
+        return result
+    parts = parser.feed(result.output_text)
+    parts += parser.finish(cut=result.finish_reason == "length")
+    return replace(result, parsed=collect(parts))

@@ -1,6 +1,7 @@
 """The result of a request: text, tokens, times, and the source of every prompt row."""
 
 from kvboost.results.answer import (
+    AppliedEdit,
     GenerationResult,
     ParsedAnswer,
     TokenLogprob,
@@ -26,6 +27,7 @@ __all__ = [
     "PHASES",
     "AdapterInfo",
     "AnswerAudit",
+    "AppliedEdit",
     "Arrangement",
     "Calibration",
     "CalibrationStep",

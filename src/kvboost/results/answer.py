@@ -43,6 +43,23 @@ class ParsedAnswer:
 
 
 @dataclass(frozen=True)
+class AppliedEdit:
+    """An edit of ``context_management`` that changed a conversation before it was read."""
+
+    type: str
+    cleared_input_tokens: int
+    """How many tokens shorter the prompt became."""
+    cleared_tool_uses: int | None = None
+    """How many results of tools were cleared; None if the edit clears no results."""
+    cleared_thinking_turns: int | None = None
+    """How many turns lost their reasoning; None if the edit clears no reasoning."""
+
+    def as_dict(self) -> dict[str, str | int]:
+        """The edit as Anthropic's API reports it."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """The answer to one request, how long it took, and where its prompt's rows came from."""
 
@@ -59,6 +76,8 @@ class GenerationResult:
     nothing."""
     parsed: ParsedAnswer | None = None
     """The parts of an answer of ``chat``; None if there is only content."""
+    applied_edits: tuple[AppliedEdit, ...] = ()
+    """The edits of ``context_management`` that changed the conversation."""
 
     answer_exact_from: int = 0
     """The tokens of the answer from this one on were drawn from exact distributions: 0 if all of

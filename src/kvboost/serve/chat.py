@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvboost.chat.calls import Part
+from kvboost.chat.context_edits import edit_context
 from kvboost.chat.parser import collect
-from kvboost.results import ToolCall
+from kvboost.results import AppliedEdit, ToolCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.choices import Choice, EngineCall
@@ -39,31 +40,45 @@ async def create_chat_completion(
 ) -> Response:
     """Answers a conversation in the model's chat template, like OpenAI's API."""
     size = request.state.body_size
-    call = await server.workers.parse(caller.counts_as, size, chat_call, server, caller, body)
+    work = server.workers.parse if body.context_management is None else server.workers.tokenize
+    call = await work(caller.counts_as, size, chat_call, server, caller, body)
     return await respond(request, server, call, ChatFormat(), response_options(body))
 
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     """What a chat request asks of the engine. For a thread if the request is large."""
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    prompt, documents = chat_prompt(server, caller, body)
+    prompt = chat_prompt(server, caller, body)
     call = engine_call(
         server,
         caller,
         body,
-        [prompt],
+        [prompt.conversation],
         min(limits, default=None),
         (body.top_logprobs or 0) if body.logprobs else None,
         body.tool_use(),
     )
-    return replace(call, documents=documents, size=sum(map(len, documents)))
+    return replace(
+        call,
+        documents=prompt.documents,
+        size=sum(map(len, prompt.documents)),
+        applied_edits=prompt.applied_edits,
+    )
 
 
-def chat_prompt(
-    server: ServerState, caller: Tenant, body: ChatRequest
-) -> tuple[Conversation, list[str]]:
-    """The conversation, and the texts of the documents in it. Raises ApiError, before any text is
-    joined, if they are too large."""
+class ChatPrompt(NamedTuple):
+    """What a chat request gives the model to read."""
+
+    conversation: Conversation
+    documents: list[str]
+    """The texts of the documents in it."""
+    applied_edits: tuple[AppliedEdit, ...] | None
+    """The edits that changed it; None if the request asks for none."""
+
+
+def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> ChatPrompt:
+    """The conversation of a request, after its edits. Raises ApiError, before any text is joined,
+    if its documents are too large. Edits count tokens, which is work for a thread."""
     place, find = caller.place(body.cache_salt), server.documents.get
     parts = [part for message in body.messages for part in message.documents]
     found = [find(place, part.document_id) for part in parts]
@@ -77,7 +92,16 @@ def chat_prompt(
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
-    return conversation, documents
+    if body.context_management is None:
+        return ChatPrompt(conversation, documents, None)
+    engine = server.engine
+
+    def count(one: Conversation) -> int:
+        """The tokens of a prompt, which may be longer than the context before it is edited."""
+        return len(engine.encode(engine.render(one), add_special_tokens=False))
+
+    edited, applied = edit_context(conversation, body.context_management, count)
+    return ChatPrompt(edited, documents, applied)
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:

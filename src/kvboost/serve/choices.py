@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.chat.tool_use import ToolUse
-from kvboost.results import GenerationResult
+from kvboost.results import AppliedEdit, GenerationResult
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
@@ -56,6 +56,8 @@ class EngineCall:
     completion's does; a chat template has them itself."""
     suffix: str | None = None
     """The text after the answer, which fills in the middle."""
+    applied_edits: Sequence[AppliedEdit] | None = None
+    """The edits that changed the conversation; None if the request asks for none."""
     notes: Sequence[str] = ()
     """What the client should know of its request."""
     size: int = 0
@@ -68,6 +70,13 @@ class EngineCall:
     @property
     def adapter(self) -> str | None:
         return self.options.get("adapter")
+
+    def edits_report(self) -> dict[str, Any]:
+        """The field ``context_management`` of an answer, if the request has one."""
+        if self.applied_edits is None:
+            return {}
+        applied = [edit.as_dict() for edit in self.applied_edits]
+        return {"context_management": {"applied_edits": applied}}
 
     async def write(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of ``work``, which writes an answer or a large part of one; in a thread if it

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.config import MOST_CONTEXTS
+from kvboost.serve.request_context import ContextManagement
 from kvboost.serve.request_fields import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -65,6 +66,7 @@ class ChatRequest(Generation):
     reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
+    context_management: ContextManagement | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None

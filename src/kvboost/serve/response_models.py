@@ -3,9 +3,9 @@ the tests compare them with these models."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Reply(BaseModel):
@@ -116,6 +116,24 @@ class Usage(Reply):
     completion_tokens_details: CompletionDetails
 
 
+class ToolUsesCleared(Reply):
+    type: Literal["clear_tool_uses_20250919"]
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+
+
+class ThinkingCleared(Reply):
+    type: Literal["clear_thinking_20251015"]
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+
+
+class EditsReply(Reply):
+    """The edits that changed a conversation before it was read."""
+
+    applied_edits: list[Annotated[ToolUsesCleared | ThinkingCleared, Field(discriminator="type")]]
+
+
 class TopLogprob(Reply):
     token: str
     logprob: float
@@ -183,6 +201,8 @@ class ChatCompletion(Reply):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     usage: Usage
+    context_management: EditsReply | None = None
+    """There if the request has this field."""
     kvboost: ReuseReply
 
 

@@ -261,6 +261,7 @@ class ChoicesWriter:
             "choices": choices,
             **of_prompt,
             "usage": usage(answers),
+            **answers.choices[0].call.edits_report(),
             "kvboost": reports[0],
         }
 
@@ -328,14 +329,17 @@ class ChoicesWriter:
                 yield chunk(choice, one)
             if len(answers.choices) > 1:
                 closing["kvboost"] = await describe(server, choice)
-            more = {}
-            if not running and not options.include_usage:
-                more["kvboost"] = await describe(server, answers.choices[0])
-            yield chunk(choice, closing, **more)
+            is_last = not running and not options.include_usage
+            yield chunk(choice, closing, **(await self._reports(answers) if is_last else {}))
         if options.include_usage:
-            report = await describe(server, answers.choices[0])
-            yield event({**head, "choices": [], "usage": usage(answers), "kvboost": report})
+            more = {"usage": usage(answers), **await self._reports(answers)}
+            yield event({**head, "choices": [], **more})
         yield DONE
+
+    async def _reports(self, answers: Answers) -> dict[str, Any]:
+        """What the end of a stream says of the prompt: its edits, and what was reused."""
+        first = answers.choices[0]
+        return {**first.call.edits_report(), "kvboost": await describe(self._server, first)}
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body())

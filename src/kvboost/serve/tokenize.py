@@ -77,7 +77,7 @@ async def tokenize(
 
     def work() -> dict[str, Any]:
         if isinstance(body, TokenizeChat):
-            prompt, _ = chat_prompt(server, caller, body)
+            prompt = chat_prompt(server, caller, body).conversation
             ids = encode(engine, prompt, add_special_tokens=body.add_special_tokens)
         else:
             ids = encode(engine, body.prompt, add_special_tokens=body.add_special_tokens)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvboost.serve.response_models import Reply, ReuseReply
+from kvboost.serve.response_models import EditsReply, Reply, ReuseReply
 
 
 class AnthropicError(Reply):
@@ -60,8 +60,17 @@ class MessageReply(Reply):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessagesUsage
+    context_management: EditsReply | None = None
+    """There if the request has this field."""
     kvboost: ReuseReply
+
+
+class OriginalCount(Reply):
+    original_input_tokens: int
 
 
 class TokenCount(Reply):
     input_tokens: int
+    """Those of the prompt after the edits of ``context_management``."""
+    context_management: OriginalCount | None = None
+    """The tokens before the edits, if the request has this field."""

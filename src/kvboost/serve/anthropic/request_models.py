@@ -14,6 +14,7 @@ from kvboost.serve.anthropic.blocks import (
     Marked,
     text_of,
 )
+from kvboost.serve.request_context import ContextManagement
 from kvboost.serve.request_fields import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -145,8 +146,8 @@ class CountTokensRequest(Body):
     """Marks the end of the conversation."""
     output_config: OutputConfig | None = None
     speed: Literal["standard"] | None = None
+    context_management: ContextManagement | None = None
     # Fields that are not supported.
-    context_management: None = None
     mcp_servers: None = None
     user_profile_id: None = None
     workspace_id: None = None
@@ -175,6 +176,7 @@ class CountTokensRequest(Body):
             tool_choice=self._choice(),
             parallel_tool_calls=self._is_parallel(),
             response_format=self._format(),
+            context_management=self.context_management,
             chat_template_kwargs={"enable_thinking": thinks},
         )
 

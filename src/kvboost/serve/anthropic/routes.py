@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -37,7 +38,8 @@ async def create_message(
     """Answers a conversation in the model's chat template, like Anthropic's API."""
     server.check_model(body.model)
     size = request.state.body_size
-    call, marks = await server.workers.parse(caller.counts_as, size, _call, server, caller, body)
+    work = server.workers.parse if body.context_management is None else server.workers.tokenize
+    call, marks = await work(caller.counts_as, size, _call, server, caller, body)
     kept = await find_kept(server, call, marks, size)
     writer = MessageWriter(server, body, kept, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
@@ -51,15 +53,23 @@ async def create_message(
 async def count_tokens(
     body: CountTokensRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
-    """Counts the tokens of a prompt, without an answer."""
+    """Counts the tokens of a prompt, after the edits of ``context_management``."""
     server.check_model(body.model)
 
-    def count() -> int:
-        prompt, _ = chat_prompt(server, caller, body.for_chat())
-        return len(encode(server.engine, prompt))
+    def count() -> dict[str, Any]:
+        prompt = chat_prompt(server, caller, body.for_chat())
+        tokens = len(encode(server.engine, prompt.conversation))
+        if prompt.applied_edits is None:
+            return {"input_tokens": tokens}
+        before = tokens + sum(edit.cleared_input_tokens for edit in prompt.applied_edits)
+        return {
+            "input_tokens": tokens,
+            "context_management": {"original_input_tokens": before},
+        }
 
-    tokens = await server.workers.tokenize(caller.counts_as, request.state.body_size, count)
-    return JSONResponse({"input_tokens": tokens})
+    return JSONResponse(
+        await server.workers.tokenize(caller.counts_as, request.state.body_size, count)
+    )
 
 
 def _call(

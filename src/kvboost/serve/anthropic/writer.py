@@ -43,6 +43,7 @@ class MessageWriter:
             "content": [self._content(block) for block in self._blocks.blocks],
             **self._end(choice),
             "usage": self._usage(choice),
+            **choice.call.edits_report(),
             "kvboost": await describe(self._server, choice),
         }
 
@@ -60,7 +61,11 @@ class MessageWriter:
         self._keep(choice)
         report = await describe(self._server, choice)
         yield _event(
-            "message_delta", delta=self._end(choice), usage=self._usage(choice), kvboost=report
+            "message_delta",
+            delta=self._end(choice),
+            usage=self._usage(choice),
+            **choice.call.edits_report(),
+            kvboost=report,
         )
         yield _event("message_stop")
 

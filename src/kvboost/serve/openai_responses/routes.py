@@ -79,7 +79,7 @@ def _fitting(
     starts = [0, *(n for n, one in enumerate(messages) if n and one.role == "user")]
 
     def fits(start: int) -> bool:
-        prompt, _ = chat_prompt(server, caller, body.for_chat(messages[start:]))
+        prompt = chat_prompt(server, caller, body.for_chat(messages[start:])).conversation
         try:
             encode(server.engine, prompt)
         except (ContextLengthError, ApiError):
