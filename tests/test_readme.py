@@ -24,7 +24,10 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "README.md",
 ]
-RUNNABLE = ("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md", "docs/howto/rag.md")
+RUNNABLE = (
+    *("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md"),
+    *("docs/howto/rag.md", "docs/howto/context-editing.md"),
+)
 """Pages whose Python blocks run from top to bottom, in one namespace per page."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
