@@ -215,6 +215,11 @@ def test_a_conversation_may_be_too_long_before_it_is_edited(client) -> None:
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     said = ask(client, "/v1/chat/completions", messages=messages, context_management=EDITS)
     assert said["context_management"]["applied_edits"][1]["cleared_input_tokens"] > 6000
+    messages[2]["content"] = "so many ships " * 20_000
+    refused = post(client, "/v1/chat/completions", messages=messages, context_management=EDITS)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert "a conversation to edit may have up to 16 times as many" in error["message"]
 
 
 def test_plans_and_tokens_are_those_of_the_edited_conversation(client) -> None:

@@ -19,7 +19,7 @@ from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import refuse_many_documents
+from kvboost.serve.prompts import refuse_long_text, refuse_many_documents, texts_of
 from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
@@ -27,6 +27,9 @@ from kvboost.serve.server import Caller, Server, ServerState
 from kvboost.tokens.prompt import Conversation
 
 router = APIRouter(route_class=BodyRoute)
+
+_MOST_CONTEXTS = 16
+"""A conversation to edit may have so many times the tokens of the context."""
 
 
 @router.post(
@@ -94,7 +97,9 @@ def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> ChatP
     )
     if body.context_management is None:
         return ChatPrompt(conversation, documents, None)
-    engine = server.engine
+    engine, limit = server.engine, server.engine.context_length
+    if limit is not None:
+        refuse_long_text(engine, texts_of(conversation), limit, _MOST_CONTEXTS)
 
     def count(one: Conversation) -> int:
         """The tokens of a prompt, which may be longer than the context before it is edited."""

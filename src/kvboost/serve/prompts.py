@@ -64,19 +64,19 @@ def encode(
     return ids
 
 
-def refuse_long_text(engine: KVBoost, texts: Iterable[str], limit: int) -> None:
-    """Raises ApiError if ``texts`` have ``limit`` tokens or more for certain. Counts them piece by
-    piece, so that 8 MiB of text cost no more than the context does."""
+def refuse_long_text(engine: KVBoost, texts: Iterable[str], limit: int, times: int = 1) -> None:
+    """Raises ApiError if ``texts`` have ``times`` times ``limit`` tokens or more for sure. Counts
+    them piece by piece, so that 8 MiB of text cost no more than the context does."""
     texts = list(texts)
-    if sum(map(len, texts)) <= _LONG * limit:
+    if sum(map(len, texts)) <= _LONG * limit * times:
         return
     found = 0
     for text in texts:
         for start in range(0, len(text), _PIECE_CHARACTERS):
             piece = text[start : start + _PIECE_CHARACTERS]
             found += max(0, len(engine.encode(piece)) - _CUT_TOKENS)
-            if found >= limit:
-                raise _too_long(found, limit)
+            if found >= limit * times:
+                raise _too_long(found, limit, times)
 
 
 def beginning(text: str, most: int, encode: Callable[[str], Sequence[int]]) -> str:
@@ -112,10 +112,11 @@ def refuse_many_documents(engine: KVBoost, documents: Sequence[Document], most_b
         )
 
 
-def _too_long(found: int, limit: int) -> ApiError:
+def _too_long(found: int, limit: int, times: int = 1) -> ApiError:
+    more = f", and a conversation to edit may have up to {times} times as many" * (times > 1)
     return context_exceeded(
-        f"the prompt has more than {found:,} tokens, but the model's context holds {limit:,}; "
-        "shorten the prompt or choose a model with a longer context"
+        f"the prompt has more than {found:,} tokens, but the model's context holds {limit:,}"
+        f"{more}; shorten the prompt or choose a model with a longer context"
     )
 
 
