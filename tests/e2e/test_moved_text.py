@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvboost.bench.quality.deviation import Settings, measure
 from kvboost.bench.quality.summary import summarize
 from kvboost.bench.texts.questions import make_questions
@@ -38,36 +36,3 @@ def test_documents_read_ahead_serve_a_chat_in_any_order(smollm) -> None:
     assert 0.1 < result.recomputed_tokens / result.moved_tokens <= 0.5
     assert result.reuse.strategy == "auto"
     smollm.forget_salt("documents")
-
-
-def test_text_after_a_cleared_tool_result_is_moved(smollm) -> None:
-    """Three results of tools are read; in the next turn, the first of them is cleared."""
-    question = make_questions(1, seed=5, num_passages=3, words_per_passage=60)[0]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": question.question}]
-    for number, passage in enumerate(question.passages):
-        function = {"name": "read", "arguments": {"page": number}}
-        call = {"id": f"c{number}", "type": "function", "function": function}
-        messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"c{number}", "content": passage},
-        ]
-    options = {"cache_salt": "edited", "reuse_moved": "always"}
-    first = smollm.chat(messages, 4, **options)
-    next_turn = [
-        *messages,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": "Are you sure?"},
-    ]
-    edit = {
-        "type": "clear_tool_uses_20250919",
-        "trigger": {"type": "tool_uses", "value": 2},
-        "keep": {"type": "tool_uses", "value": 2},
-    }
-    result = smollm.chat(next_turn, 4, context_management={"edits": [edit]}, **options)
-    (applied,) = result.applied_edits
-    assert applied.cleared_tool_uses == 1 and applied.cleared_input_tokens > 60
-    after = sum(len(smollm.encode(passage)) for passage in question.passages[1:])
-    assert result.exact_tokens > 0 and result.moved_tokens > after
-    computed = result.prompt_tokens - result.exact_tokens - result.moved_tokens
-    assert computed < 0.2 * result.prompt_tokens
-    smollm.forget_salt("edited")
