@@ -167,6 +167,16 @@ def test_bars_are_side_by_side_with_their_spread() -> None:
         draw_bars({"a": {"ours": {}}}, title="x", y=["y"])
 
 
+def test_stacked_series_add_up_and_each_panel_has_its_own_legend() -> None:
+    shares = {"exact": {"ours": 0.5, "theirs": 0.2}, "computed": {"ours": 0.5, "theirs": 0.8}}
+    panels = {"shares": shares, "rate": BARS}
+    left, right = draw_bars(panels, title="x", y=["share", "rate"], stacked=("shares",)).axes
+    tops = [(bar.get_x(), bar.get_y() + bar.get_height()) for bar in left.patches]
+    assert [top for _, top in tops] == [0.5, 0.2, 1.0, 1.0] and len({at for at, _ in tops}) == 2
+    named = [[text.get_text() for text in axes.get_legend().texts] for axes in (left, right)]
+    assert named == [["exact", "computed"], list(BARS)]
+
+
 def test_long_names_of_groups_take_two_lines() -> None:
     (axes,) = draw_bars({"": {"ours": {"1 request, drafted": 1.0}}}, title="x", y=["y"]).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1 request\ndrafted"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kvboost.bench.kit.timing import Sample
 from kvboost.config import install_extra
@@ -139,9 +139,11 @@ def draw_bars(
     *,
     title: str,
     y: Sequence[str],
+    stacked: Sequence[str] = (),
 ) -> Figure:
     """Panels side by side, each with its own label of ``y``; in each a cluster of bars per group,
-    and in that a bar per series. Spreads are lines."""
+    and in that a bar per series. Spreads are lines. The series of panels that are ``stacked`` add
+    up to one bar per group; then each panel has colours and a legend of its own."""
     from matplotlib.patches import Patch
 
     if not any(heights for bars in panels.values() for heights in bars.values()):
@@ -152,6 +154,12 @@ def draw_bars(
     for axes, own, (panel, bars) in zip(row, y, panels.items(), strict=True):
         _label(axes, "", own, panel)
         groups = list(dict.fromkeys(group for heights in bars.values() for group in heights))
+        if stacked:
+            looks = dict(zip(bars, cycle(COLOURS), strict=False))
+            _own_legend(axes, [Patch(color=looks[name], label=name) for name in bars])
+        if panel in stacked:
+            _stack(axes, bars, groups, looks)
+            continue
         width = 0.84 / len(bars)
         for number, (name, heights) in enumerate(bars.items()):
             for group, height in heights.items():
@@ -161,11 +169,27 @@ def draw_bars(
                 if one.high > one.low:
                     line = [[one.middle - one.low], [one.high - one.middle]]
                     axes.errorbar(place, one.middle, line, color=INK, linewidth=0.9, capsize=2)
-        labels = [group.replace(", ", "\n") for group in groups]  # a line would run into the next
-        axes.set_xticks(range(len(groups)), labels)
-        axes.grid(axis="x", visible=False)
+        _name_groups(axes, groups)
         axes.margins(y=0.12)
+    if stacked:
+        return cast("Figure", figure)
     return _with_legend(figure, [Patch(color=looks[name], label=name) for name in names])
+
+
+def _stack(axes: Any, bars: Bars, groups: Sequence[str], looks: Mapping[str, str]) -> None:
+    below = dict.fromkeys(groups, 0.0)
+    for name, heights in bars.items():
+        for group, height in heights.items():
+            middle = Value.of(height).middle
+            axes.bar(groups.index(group), middle, 0.8, bottom=below[group], color=looks[name])
+            below[group] += middle
+    _name_groups(axes, groups)
+
+
+def _name_groups(axes: Any, groups: Sequence[str]) -> None:
+    labels = [group.replace(", ", "\n") for group in groups]  # a line would run into the next
+    axes.set_xticks(range(len(groups)), labels)
+    axes.grid(axis="x", visible=False)
 
 
 def plain_log_labels(axis: Any) -> None:
@@ -204,6 +228,12 @@ def _with_legend(figure: Figure, handles: Sequence[Any]) -> Figure:
     legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
     legend.set_frame_on(False)
     return figure
+
+
+def _own_legend(axes: Any, handles: Sequence[Any]) -> None:
+    """Below the axes of one panel."""
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    axes.legend(handles=handles, ncols=3, fontsize=9, frameon=False, **place)
 
 
 def _below(values: Sequence[float]) -> float:
