@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat completions and knows no model.
+"""A server that speaks OpenAI's chat and text completions and knows no model.
 
 In a test: ``with serving() as server: server.url, server.bodies``. As a process, on a port:
 ``python fake_openai.py PORT``, or ``FakePeer()`` where a benchmark wants a peer.
@@ -69,7 +69,8 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 self._chunk({"choices": [{"delta": {"content": f"w{number} "}}]})
             self.wfile.write(b": a comment\n\n")
             self._chunk({"choices": [{"delta": {}, "finish_reason": "length"}]})
-            words = sum(len(message["content"].split()) for message in body["messages"])
+            said = [message["content"] for message in body.get("messages", ())]
+            words = sum(len(text.split()) for text in (*said, body.get("prompt", "")))
             usage = {"prompt_tokens": words, "completion_tokens": body["max_tokens"]}
             details = {"prompt_tokens_details": {"cached_tokens": words // 2}}
             self._chunk({"choices": [], "usage": {**usage, **details}})

@@ -1,4 +1,4 @@
-"""Servers with OpenAI's HTTP interface: ours with and without reuse, vLLM, llama.cpp."""
+"""Servers with OpenAI's HTTP interface: ours with more and less reuse, vLLM, llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvboost.bench.peers.setting import Setting
 
 OURS = "kvboost"
 BASELINE = "kvboost-baseline"
+PREFIX = "kvboost-prefix"
 RIVAL = "vllm"
 CONNECTOR = "vllm+kvboost"
 ON_CPUS = "its environment is one for CPUs"
@@ -263,6 +264,7 @@ SYSTEMS: dict[str, Server] = {
     for server in (
         KVBoostServer(OURS, "chunk_kv_reuse"),
         KVBoostServer(BASELINE, "baseline"),
+        KVBoostServer(PREFIX, "prefix_cache"),
         VLLMServer(),
         VLLMServer(CONNECTOR),
         LlamaServer(),

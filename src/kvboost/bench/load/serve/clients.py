@@ -18,6 +18,7 @@ from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.users import Message, Request
 
 OnAnswer = Callable[[], None]
+NO_TEXT = "no text came"
 SOURCES = ("exact", "approximate", "moved", "recomputed", "computed")
 """Where our server says that the rows of a prompt come from; moved rows include recomputed ones."""
 
@@ -72,6 +73,8 @@ class Answer:
     """Ours only: the first token by the server's clock, from the complete request on."""
     rows: dict[str, int] = field(default_factory=dict)
     """Ours only: the prompt's rows by source."""
+    first_logprobs: dict[str, float] = field(default_factory=dict)
+    """The likeliest first tokens and their log probabilities, if a completion asked for them."""
     error: str | None = None
 
 
@@ -96,21 +99,37 @@ def read_event(data: bytes, answer: Answer) -> str:
         answer.moved_tokens = reused - ours["recomputed_tokens"]
         answer.rows = {name: ours.get(f"{name}_tokens", 0) for name in SOURCES}
         answer.server_ttft_s = ours["ttft_ms"] / 1e3
-    pieces = [choice.get("delta", {}).get("content") or "" for choice in chunk.get("choices", ())]
-    return "".join(pieces)
+    choices = chunk.get("choices", ())
+    for choice in choices:
+        top = (choice.get("logprobs") or {}).get("top_logprobs")
+        answer.first_logprobs = answer.first_logprobs or (top[0] if top else {})
+    return "".join(_text(choice) for choice in choices)
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """What a choice of a chunk says: of a chat in its ``delta``, of a completion as ``text``."""
+    return choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
 
 
 async def ask(
     connection: Connection, target: Target, messages: Sequence[Message], answer: Answer
 ) -> None:
-    """Sends one request and fills in ``answer``. A failure becomes its ``error``."""
-    body = json.dumps(target.body(messages)).encode()
+    """Sends one chat request and fills in ``answer``. A failure becomes its ``error``."""
+    await send(connection, "/v1/chat/completions", target.body(messages), target.timeout, answer)
+
+
+async def send(
+    connection: Connection, path: str, asked: Mapping[str, Any], timeout: float, answer: Answer
+) -> None:
+    """Sends ``asked``, whose answer is streamed, and fills in ``answer``. A failure becomes its
+    ``error``."""
+    body = json.dumps(asked).encode()
     pieces: list[str] = []
     start = time.perf_counter()
 
     async def read() -> None:
         last, done = start, False
-        async for line in connection.lines("POST", "/v1/chat/completions", body):
+        async for line in connection.lines("POST", path, body):
             now = time.perf_counter()
             data = data_of(line)
             if data is None or done:
@@ -128,15 +147,15 @@ async def ask(
             answer.error = "the stream ended without [DONE]"
 
     try:
-        await asyncio.wait_for(read(), target.timeout)
+        await asyncio.wait_for(read(), timeout)
     except asyncio.TimeoutError:
-        answer.error = f"no whole answer within {target.timeout:g} s"
+        answer.error = f"no whole answer within {timeout:g} s"
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.total_s = time.perf_counter() - start
     answer.text = "".join(pieces)
     if answer.error is None and answer.ttft_s is None:
-        answer.error = "no text came"
+        answer.error = NO_TEXT
 
 
 async def closed_loop(

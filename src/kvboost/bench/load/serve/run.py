@@ -25,7 +25,7 @@ from kvboost.bench.load.serve.processes import Clients
 from kvboost.bench.load.serve.stats import Round, Row, goals
 from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
 from kvboost.bench.peers.process import Running, running
-from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, SYSTEMS
+from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
 from kvboost.bench.texts.prompts import passages
 from kvboost.bench.texts.questions import read_passages
@@ -54,7 +54,7 @@ class Settings(Base):
     device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
     vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(
-        tuple(name for name in SYSTEMS if name != CONNECTOR),
+        tuple(name for name in SYSTEMS if name not in (CONNECTOR, PREFIX)),
         "Server to measure.",
         "system",
         choices=tuple(SYSTEMS),
