@@ -110,7 +110,7 @@ _ENTRIES = (
     Benchmark(
         "agent",
         "How soon does each turn of a coding agent begin: ours, vLLM and llama.cpp?",
-        "kvboost.bench.load.agent",
+        "kvboost.bench.load.agent.run",
         goals=(
             "append: the first tokens of a session's turns no later than vllm's",
             "files: the first tokens of a session's turns no later than vllm's",

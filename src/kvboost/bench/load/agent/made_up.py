@@ -1,4 +1,4 @@
-"""``kvboost bench agent``: a coding agent's turns, server by server.
+"""A made-up session of a coding agent: its turns, server by server.
 
 Each turn sends everything again: the list of tools, the files and the history, which has grown or
 has changed in its middle (see texts/agent.py). The answer is a call of a tool, held to its JSON
@@ -16,40 +16,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
-from kvboost.bench.kit.benchmark import Settings as Base
+from kvboost.bench.kit.benchmark import Bench, Report
 from kvboost.bench.kit.figures import Figure, Lines, Value, draw_lines
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, table
+from kvboost.bench.load.agent.settings import LEAST_TURNS, MADE_UP, Settings
 from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask
 from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.report import problems
-from kvboost.bench.load.serve.run import (
-    DEVICE,
-    PYTHON_OF_VLLM,
-    describe_systems,
-    find_systems,
-    rotated,
-)
+from kvboost.bench.load.serve.run import describe_systems, find_systems, rotated
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import OURS, RIVAL, SYSTEMS, KVBoostServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
-from kvboost.bench.texts.agent import LAYOUTS, SCRIPT, Session
-from kvboost.config import DEFAULT_MODEL
+from kvboost.bench.texts.agent import LAYOUTS, Session
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress, Step
 
 MAX_TOKENS = 160
 """More than any call takes, so that its JSON ends."""
 WARM_TURNS = 3
-LEAST_TURNS = 2
-_LEFT_OUT = ("sent_s", "gaps_s", "text", "error", "moved_tokens")
+_LEFT_OUT = ("sent_s", "gaps_s", "text", "error", "moved_tokens", "first_logprobs")
 """Of an answer, in the record."""
 NOTE = dim(
     "ms by the client's clock, summed over the turns; first token: from sending to the first "
@@ -57,31 +49,6 @@ NOTE = dim(
     "ones come from another place, and some of them are recomputed; approximate ones follow\n"
     "moved ones in a text that was read before; healed ones became exact while a tool ran."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Base):
-    QUICK: ClassVar = {"turns": 6, "rounds": 1, "tool_seconds": 0.2, "systems": (OURS,)}
-
-    model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
-    device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
-    vllm: str | None = option(None, PYTHON_OF_VLLM)
-    systems: tuple[str, ...] = option(
-        (OURS, RIVAL), "Server to measure.", "system", choices=tuple(SYSTEMS)
-    )
-    threads: int | None = option(
-        None, "Threads of every server; fewer than cores on a machine that is busy.", least=1
-    )
-    layouts: tuple[str, ...] = option(
-        LAYOUTS, "Where results and files go.", "layout", choices=LAYOUTS
-    )
-    turns: int = option(20, "Turns of a session.", least=LEAST_TURNS, most=2 * len(SCRIPT))
-    tool_seconds: float = option(1.0, "How long a tool runs between two turns.", least=0.0)
-    rounds: int = option(1, ROUNDS, least=1, most=50)
-    minutes: float = option(
-        10.0, "Sessions end early rather than take longer than this all together.", least=0.0
-    )
-    seed: int = option(0, "Decides what the files and results say.")
 
 
 @dataclass(frozen=True)
@@ -150,8 +117,9 @@ def run(settings: Settings, bench: Bench) -> Report:
         vllm=settings.vllm,
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
-    present, missing = find_systems(settings.systems, setting, bench)
-    comparison = Comparison(settings, setting, vocabulary)
+    systems = settings.systems or MADE_UP
+    present, missing = find_systems(systems, setting, bench)
+    comparison = Comparison(settings, setting, vocabulary, systems)
     with Progress("an agent's turns, one server at a time") as progress:
         comparison.run(present, progress)
     rows = comparison.rows
@@ -171,14 +139,16 @@ def run(settings: Settings, bench: Bench) -> Report:
 class Comparison:
     """The rounds of a run, and what they gave."""
 
-    def __init__(self, settings: Settings, setting: Setting, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, settings: Settings, setting: Setting, vocabulary: Vocabulary, systems: Sequence[str]
+    ) -> None:
         self.failures: dict[str, str] = {}
         """Why a system was given up, by its name."""
         self.started_s: dict[str, float] = {}
         self._rows = {
             (layout, system): Row(system, layout)
             for layout in settings.layouts
-            for system in settings.systems
+            for system in systems
         }
         self._settings = settings
         self._setting = setting

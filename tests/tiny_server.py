@@ -1,0 +1,39 @@
+"""Our server over a tiny model, as a process: ``python tiny_server.py PORT MODE``.
+
+It moves text whether or not that is faster, which the command line does not offer. ``TinyPeer``
+runs it where a benchmark wants a server.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from fake_openai import FakePeer
+from live_server import live_app
+from tiny import make_engine, tiny_model
+
+CONTEXT = 4096
+
+
+class TinyPeer(FakePeer):
+    ready_path = "/ready"
+
+    def __init__(self, name: str, mode: str) -> None:
+        self.name = name
+        self._mode = mode
+
+    def command(self, setting: object, port: int) -> list[str]:
+        return [sys.executable, __file__, str(port), self._mode]
+
+
+if __name__ == "__main__":
+    from kvboost.serve.app import create_app
+    from kvboost.serve.settings import ServerSettings
+
+    model = tiny_model("llama", max_position_embeddings=CONTEXT)
+    with (
+        make_engine(model, reuse_moved="always") as engine,
+        live_app(create_app(engine, ServerSettings(mode=sys.argv[2])), int(sys.argv[1])),
+    ):
+        signal.sigwait({signal.SIGTERM})
