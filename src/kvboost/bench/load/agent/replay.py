@@ -89,7 +89,7 @@ def run(settings: Settings, bench: Bench) -> Report:
             **found.as_json(),
         },
         list(show(found, replay.failures, sessions, unsent, most)),
-        draw=partial(replay_figure, found),
+        draw=partial(replay_figure, found) if found.answers else None,
         problems=path_problems(found),
     )
 
@@ -188,8 +188,6 @@ class Replay:
             with closing(Connection(server.url)) as connection:
                 for prompt in session.prompts:
                     body = self._body(server, prompt, f"{session.kind} {session.name}")
-                    if prompt.line in self._checked and name == OURS:
-                        body["logprobs"] = LOGPROBS
                     answer = await _complete(connection, body, prompt.line)
                     self._answers[name][prompt.line] = answer
                     step.advance()
@@ -200,7 +198,7 @@ class Replay:
         return {
             "model": server.model,
             "prompt": prompt.text,
-            "max_tokens": ANSWER_TOKENS if prompt.line in self._checked else MAX_TOKENS,
+            "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "logit_bias": self._bias,
             "stream": True,
@@ -221,32 +219,43 @@ class Replay:
         asyncio.run(ask())
 
     def _check(self, server: Running, progress: Progress) -> None:
-        """Asks the checked turns again without reuse."""
-        answers = self._answers[OURS]
-        turns = [
-            (session.kind, prompt)
+        """Replays sessions again up to their last checked turn, for itself: the longer answers of
+        checked turns are kept, and would count as known text."""
+        sessions = [
+            (session, at + 1)
             for session in self.done
-            for prompt in session.prompts
-            if prompt.line in self._checked
+            for at in [self._last_checked(session)]
+            if at is not None
         ]
-        if not turns:
+        if not sessions:
             return
+        longer = {"max_tokens": ANSWER_TOKENS, "logprobs": LOGPROBS}
+        full = {**longer, "kvboost": {"mode": "baseline"}}
 
-        async def ask(step: Step) -> None:
+        async def replay(session: Traced, count: int, step: Step) -> None:
             with closing(Connection(server.url)) as connection:
-                for kind, prompt in turns:
-                    body = self._body(server, prompt, "full prefill")
-                    body |= {"logprobs": LOGPROBS, "kvboost": {"mode": "baseline"}}
-                    full = await _complete(connection, body, prompt.line)
-                    self.checks.append(Check.of(kind, prompt.line, full, answers[prompt.line]))
+                for prompt in session.prompts[:count]:
+                    is_checked = prompt.line in self._checked
+                    body = self._body(server, prompt, f"{session.kind} {session.name} checked")
+                    body |= longer if is_checked else {}
+                    reused = await _complete(connection, body, prompt.line)
+                    if is_checked:
+                        expected = await _complete(connection, body | full, prompt.line)
+                        check = Check.of(session.kind, prompt.line, expected, reused)
+                        self.checks.append(check)
                     step.advance()
 
         with (
-            progress.step("checked turns without reuse", len(turns)) as step,
+            progress.step("checked turns", sum(count for _, count in sessions)) as step,
             self._given_up(OURS),
             thawed(server),
         ):
-            asyncio.run(ask(step))
+            for session, count in sessions:
+                asyncio.run(replay(session, count, step))
+
+    def _last_checked(self, session: Traced) -> int | None:
+        found = [at for at, one in enumerate(session.prompts) if one.line in self._checked]
+        return found[-1] if found else None
 
     def _look_inside(self, server: Running) -> None:
         with thawed(server):

@@ -203,7 +203,7 @@ def _left_out(
         yield f"{empty} requests were left out: the trace has no prompt for them"
     if len(found.checks) < found.checks_asked:
         few = f"{len(found.checks)} of {found.checks_asked} turns were checked"
-        yield f"{few}: so many can reuse moved text"
+        yield f"{few}: no others can reuse moved text, or there was no time for their sessions"
 
 
 def path_problems(found: Replayed) -> list[str]:
@@ -245,29 +245,26 @@ def _check_problems(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def replay_figure(found: Replayed, title: str) -> Figure:
-    """Two panels with a group per kind: shares of our prompts' rows by source, stacked, and what
-    each system computed by what an ideal prefix cache computes."""
+    """Two panels by kind: shares of our prompts' rows by source, stacked, of the first of our
+    systems; and what each system computed by what an ideal prefix cache computes."""
     every = [(kind, row) for kind in found.kinds for row in found.rows(kind)]
-    ours = [(kind, row) for kind, row in every if row.rows]
-    several = len({row.system for _, row in ours}) > 1
+    first = next((row.system for _, row in every if row.rows), OURS)
     stacks: Bars = {
         source: {
-            f"{kind}, {row.system.removeprefix(f'{OURS}-')}" if several else kind: row.shares[
-                source
-            ]
-            for kind, row in ours
+            kind: row.shares[source] for kind, row in every if row.system == first and row.rows
         }
         for source in SHARES
     }
+    shown = f"{first}: rows of prompts by source"
     ratios: dict[str, dict[str, float]] = {}
     for kind, row in every:
         if row.computed_by_ideal is not None:
             ratios.setdefault(row.system, {})[kind] = row.computed_by_ideal
     return draw_bars(
-        {"rows of prompts by source": stacks, "tokens computed": ratios},
+        {shown: stacks, "tokens computed": ratios},
         title=title,
         y=("share", "÷ an ideal prefix cache's"),
-        stacked=("rows of prompts by source",),
+        stacked=(shown,),
     )
 
 
