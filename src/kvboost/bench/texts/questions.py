@@ -71,14 +71,19 @@ def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     return [(title[:80], text or one) for one, title, _, text in parted]
 
 
-def _parse(line: bytes) -> Question:
-    """Raises ``ValueError`` that says what is wrong with the line."""
+def parse_json(line: bytes) -> Any:
+    """What a line of a file says. Raises ``ValueError`` that says what is wrong with it."""
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason})") from error
+
+
+def _parse(line: bytes) -> Question:
+    """Raises ``ValueError`` that says what is wrong with the line."""
+    row = parse_json(line)
     return Question(
         question=_text(_field(row, "question"), "question"),
         answers=tuple(_text(answer, "answers") for answer in _several(row, "answers")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
+from kvboost.bench.texts.questions import parse_json
 from kvboost.errors import ConfigError
 
 T = TypeVar("T")
@@ -100,12 +100,7 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 def _parse(line: bytes) -> tuple[str, str, int | None, str]:
     """Kind, session, turn and prompt. Raises ``ValueError`` that says what is wrong."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80} is not an object")
     kind, name, text = (_text(row, one) for one in ("agent", "session", "input"))

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from kvboost.bench.load.agent.settings import LEAST_TURNS, MADE_UP, Settings
 from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask
 from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.report import problems
-from kvboost.bench.load.serve.run import describe_systems, find_systems, rotated
+from kvboost.bench.load.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import OURS, RIVAL, SYSTEMS, KVBoostServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -173,7 +173,7 @@ class Comparison:
         asked = self._settings
         with ExitStack() as stack:
             for name in present:
-                with progress.step(f"starting {name}"), self._given_up(name):
+                with progress.step(f"starting {name}"), given_up(self.failures, name):
                     there = stack.enter_context(running(SYSTEMS[name], self._setting, may_end=True))
                     stack.callback(there.thaw)
                     there.freeze()
@@ -205,7 +205,7 @@ class Comparison:
             if turn >= LEAST_TURNS and time.monotonic() > until:
                 break
             for name in rotated(list(played), number + turn):
-                with self._given_up(name):
+                with given_up(self.failures, name):
                     done = played[name]
                     done.append(
                         self._players[name].take_turn(session, done, self._settings.tool_seconds)
@@ -216,14 +216,6 @@ class Comparison:
             if step is not None:
                 step.advance()
         return played
-
-    @contextmanager
-    def _given_up(self, name: str) -> Iterator[None]:
-        """A failure in the block ends the part of the system ``name``."""
-        try:
-            yield
-        except KVBoostError as error:
-            self.failures[name] = str(error)
 
 
 @dataclass(frozen=True)

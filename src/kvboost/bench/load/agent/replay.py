@@ -26,7 +26,7 @@ from kvboost.bench.load.agent.settings import Settings
 from kvboost.bench.load.agent.traced import Prompt, Traced, choose_checked, trace_session
 from kvboost.bench.load.serve.clients import NO_TEXT, Answer, send
 from kvboost.bench.load.serve.connection import Connection
-from kvboost.bench.load.serve.run import describe_systems, find_systems, rotated
+from kvboost.bench.load.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -142,7 +142,7 @@ class Replay:
         """Every session. A system that fails is given up; the others go on."""
         with ExitStack() as stack:
             for name in present:
-                with progress.step(f"starting {name}"), self._given_up(name):
+                with progress.step(f"starting {name}"), given_up(self.failures, name):
                     there = stack.enter_context(running(SYSTEMS[name], self._setting, may_end=True))
                     stack.callback(there.thaw)
                     self._warm_up(there)
@@ -172,7 +172,7 @@ class Replay:
             server = self._servers[name]
             with (
                 progress.step(f"session {told}: {name}", total) as step,
-                self._given_up(name),
+                given_up(self.failures, name),
                 thawed(server),
             ):
                 asyncio.run(self._sessions_of(name, server, group, step))
@@ -247,7 +247,7 @@ class Replay:
 
         with (
             progress.step("checked turns", sum(count for _, count in sessions)) as step,
-            self._given_up(OURS),
+            given_up(self.failures, OURS),
             thawed(server),
         ):
             for session, count in sessions:
@@ -262,14 +262,6 @@ class Replay:
             for source in ("exact", "moved", "recomputed", "computed"):
                 rows = server.metric(CONNECTOR_ROWS.format(server.model, source))
                 self.inside_vllm[source] = rows or 0.0
-
-    @contextmanager
-    def _given_up(self, name: str) -> Iterator[None]:
-        """A failure in the block ends the part of the system ``name``."""
-        try:
-            yield
-        except KVBoostError as error:
-            self.failures[name] = str(error)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ by the same traffic, is loaded and stopped; the order rotates, and the requests 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -183,12 +184,12 @@ class Comparison:
                     if name in self.failures:
                         continue
                     total = sum(workload.num_requests for workload in traffic)
-                    with progress.step(f"round {number}: {name}", total) as step:
-                        try:
-                            with running(SYSTEMS[name], self._setting) as there:
-                                self._load(name, there, clients, traffic, step)
-                        except KVBoostError as error:
-                            self.failures[name] = str(error)
+                    with (
+                        progress.step(f"round {number}: {name}", total) as step,
+                        given_up(self.failures, name),
+                        running(SYSTEMS[name], self._setting) as there,
+                    ):
+                        self._load(name, there, clients, traffic, step)
 
     def rows(self) -> list[Row]:
         """Workload by workload, in the order of the settings."""
@@ -222,6 +223,15 @@ class Comparison:
                 self.errors.setdefault(f"{name}, {workload.name}", error)
             load = (name, workload.name, len(workload.users))
             self._measured.setdefault(load, []).append(Round.of(answers, costs))
+
+
+@contextmanager
+def given_up(failures: dict[str, str], name: str) -> Iterator[None]:
+    """A failure in the block is noted, and ends the part of the system ``name``."""
+    try:
+        yield
+    except KVBoostError as error:
+        failures[name] = str(error)
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
