@@ -278,7 +278,8 @@ def test_what_is_none_is_not_given() -> None:
 
 def test_the_engine_reads_the_edited_conversation() -> None:
     model = tiny_model("llama", max_position_embeddings=2048)
-    with KVBoost.from_model(model, tokenizer_with(TEMPLATE), chunk_size=16) as engine:
+    tokenizer, options = tokenizer_with(TEMPLATE), {"chunk_size": 16, "reuse_moved": "always"}
+    with KVBoost.from_model(model, tokenizer, **options) as engine:
         whole = engine.chat(MESSAGES, 2)
         kept = {"type": "tool_uses", "value": 1}
         edits = {"edits": [{"type": THINKING}, tools(keep=kept)]}
@@ -289,4 +290,4 @@ def test_the_engine_reads_the_edited_conversation() -> None:
     assert [one.type for one in edited.applied_edits] == [THINKING, TOOL_USES]
     saved = sum(one.cleared_input_tokens for one in edited.applied_edits)
     assert edited.prompt_tokens == whole.prompt_tokens - saved
-    assert edited.exact_tokens + edited.moved_tokens > 0.3 * edited.prompt_tokens
+    assert edited.moved_tokens > 0.3 * edited.prompt_tokens
