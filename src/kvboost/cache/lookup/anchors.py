@@ -20,9 +20,9 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -58,10 +58,25 @@ class Run(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+class Windows(NamedTuple):
+    """The windows of some chunks, a row for each chunk; what a chunk lacks is 0."""
+
+    length: int
+    polynomials: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
 class _Anchors(NamedTuple):
     space: ChunkKey
     number: int  # a multiple of _ROWS that no other chunk has
-    windows: list[tuple[int, int]]  # hash, offset in the chunk
+    offsets: tuple[int, ...]  # where its windows begin
+    polynomials: npt.NDArray[np.uint64]  # of these
+
+    def windows(self) -> Iterable[tuple[int, int]]:
+        """Hashes and offsets."""
+        hashes = hashes_in(self.space, self.polynomials)
+        return zip(hashes.tolist(), self.offsets, strict=True)
 
 
 class AnchorIndex:
@@ -90,15 +105,16 @@ class AnchorIndex:
         starts = accumulate((len(ids) for _, ids in chunks), initial=0)
         offsets = [_offsets(len(ids), self._window) for _, ids in chunks]
         rows = [start + one for start, some in zip(starts, offsets, strict=False) for one in some]
-        hashes = hashes_in(space, polynomials[np.array(rows, np.intp)])
+        polynomials = polynomials[np.array(rows, np.intp)]
+        hashes = hashes_in(space, polynomials)
         np.add.at(self._filter, _slots(hashes), np.uint32(1))
-        values, donors = iter(hashes.tolist()), self._donors
+        values, donors, end = iter(hashes.tolist()), self._donors, 0
         for (key, _), some in zip(chunks, offsets, strict=True):
             self._last = number = self._last + _ROWS
-            windows = list(zip(islice(values, len(some)), some, strict=True))
-            self._chunks[key] = _Anchors(space, number, windows)
+            start, end = end, end + len(some)
+            self._chunks[key] = _Anchors(space, number, some, polynomials[start:end])
             self._keys[number] = key
-            for value, offset in windows:
+            for value, offset in zip(islice(values, len(some)), some, strict=True):
                 known = donors.get(value)
                 if known is None:
                     donors[value] = number - offset
@@ -108,15 +124,27 @@ class AnchorIndex:
                     known[number - offset] = None
 
     def remove(self, key: ChunkKey) -> None:
-        _, number, windows = self._chunks.pop(key)
+        anchors = self._chunks.pop(key)
+        number = anchors.number
         del self._keys[number]
-        for value, offset in windows:
+        for value, offset in anchors.windows():
             donors = self._donors[value]
             if isinstance(donors, int) or len(donors) == 1:
                 del self._donors[value]
             else:
                 del donors[number - offset]
             self._counts[value % _SLOTS] -= 1
+
+    def windows(self, keys: Sequence[ChunkKey]) -> Windows:
+        """The windows by which ``keys``, which must be known here, are anchored."""
+        some = [self._chunks[key] for key in keys]
+        counts = np.array([len(one.offsets) for one in some])
+        are_there = np.arange(counts.max(initial=0)) < counts[:, None]
+        polynomials = np.zeros(are_there.shape, np.uint64)
+        offsets = np.zeros(are_there.shape, np.int64)
+        polynomials[are_there] = np.concatenate([one.polynomials for one in some])
+        offsets[are_there] = np.fromiter(chain.from_iterable(one.offsets for one in some), np.int64)
+        return Windows(self._window, polynomials, offsets, counts)
 
     def find(
         self,
@@ -125,17 +153,20 @@ class AnchorIndex:
         token_ids: TokenIds,
         start: int = 0,
         order: bytes | None = None,
+        polynomials: npt.NDArray[np.uint64] | None = None,
     ) -> list[Run]:
         """The runs of stored tokens in ``token_ids[start:]``, by where they begin. Each of
         ``spaces`` is searched only where nothing was found in those before it.
 
         A run is as long as its chunks allow; those of different donors may overlap. ``tree`` must
-        hold every chunk that was inserted here. ``order``: the tokens, and perhaps more that
-        follow, as sortable bytes, if they are at hand.
+        hold every chunk that was inserted here. If they are at hand, ``order``: the tokens, and
+        perhaps more that follow, as sortable bytes; and ``polynomials`` of the windows from
+        ``start`` on.
         """
         window = self._window
         order = sortable(token_ids) if order is None else order
-        polynomials = window_polynomials(token_ids[start:], window)
+        if polynomials is None:
+            polynomials = window_polynomials(token_ids[start:], window)
         runs: list[Run] = []
         for space in spaces:
             for first, end in _free(runs, start, len(token_ids), window):
@@ -181,7 +212,7 @@ class AnchorIndex:
         filed = {
             (value, anchors.number - offset)
             for anchors in self._chunks.values()
-            for value, offset in anchors.windows
+            for value, offset in anchors.windows()
         }
         found = {
             (value, donor)

@@ -16,8 +16,9 @@ from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.anchors import WINDOW, AnchorIndex, Run
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.lookup.prefix_tree import PrefixTree, sortable
+from kvboost.cache.lookup.resemblance import resemblances
 from kvboost.cache.quantize import usable_rows
-from kvboost.tokens.hashing import ChunkKey, TokenIds, branch_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds, branch_key, window_polynomials
 
 Where = Callable[[ChunkKey], "str | None"]
 """The fastest tier that holds a chunk; None if it is lost."""
@@ -97,8 +98,16 @@ class Catalogue:
         ids = token_ids[:moved_before]
         # Copies of copies only where there is no original.
         spaces = (root, _approximate(root))
-        runs = self._anchors.find(self._tree, spaces, ids, start, order)
-        return KnownRows(exact, approximate, self._moved(in_place, runs, where))
+        polynomials = window_polynomials(ids[start:], self._window)
+        runs = self._anchors.find(self._tree, spaces, ids, start, order, polynomials)
+        moved = self._moved(runs, where)
+        if not moved:
+            return KnownRows(exact, approximate)
+        earlier = window_polynomials(ids[: start + self._window - 1], self._window)
+        polynomials = np.concatenate([earlier, polynomials])
+        alike = resemblances([hits[0] for hits in moved], self._infos, self._anchors, polynomials)
+        moved_runs = tuple(MovedRun(*one) for one in zip(moved, alike, strict=True))
+        return KnownRows(exact, approximate, moved_runs)
 
     def in_place(
         self, root: ChunkKey, token_ids: TokenIds, repair: str, where: Where
@@ -189,20 +198,10 @@ class Catalogue:
                 best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
         return best
 
-    def _moved(
-        self, in_place: Sequence[Hit], runs: Sequence[Run], where: Where
-    ) -> tuple[MovedRun, ...]:
-        """``runs``, by their starts, each cut off where a chunk is lost."""
-        ends = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
-        for run in runs:
-            ends += [(start + count, key, count) for key, start, _, count in run.pieces]
-        ends.sort(reverse=True)
-        before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
+    def _moved(self, runs: Sequence[Run], where: Where) -> list[tuple[Hit, ...]]:
+        """The hits of ``runs``, by their starts, each cut off where a chunk is lost."""
         infos, moved = self._infos, []
         for run in runs:
-            while ends and ends[-1][0] <= run.start:
-                _, key, num_tokens = ends.pop()
-                before[key] = num_tokens
             hits: list[Hit] = []
             for key, start, offset, num_tokens in run.pieces:
                 if (tier := where(key)) is None:
@@ -213,8 +212,8 @@ class Catalogue:
                     info = self._at_its_position(info, earlier)
                 hits.append(Hit(info, start, num_tokens, offset, tier))
             if hits:
-                moved.append(MovedRun(tuple(hits), self._resemblance(hits[0], before)))
-        return tuple(moved)
+                moved.append(tuple(hits))
+        return moved
 
     def _at_its_position(self, info: ChunkInfo, before: ChunkInfo) -> ChunkInfo:
         """``info`` with the position that follows from the chunk ``before`` it, if that does not
@@ -223,17 +222,6 @@ class Catalogue:
         if earlier is not None and earlier.end != before.base_position:
             return info
         return replace(info, base_position=before.end)
-
-    def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
-        """How much of the text ``before`` a hit in this prompt also preceded its donor."""
-        shared, info, infos = 0, hit.chunk, self._infos
-        # As ``preceding`` with parents; this is the innermost loop of a lookup.
-        while before and (earlier := infos.get(info.parent)) is not None:
-            if earlier.base_position >= info.base_position:
-                break
-            shared += before.get(earlier.key, 0)
-            info = earlier
-        return min(1.0, shared / max(1, hit.start, hit.chunk.base_position + hit.offset))
 
 
 def preceding(
