@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
     model = tiny_model("llama", max_position_embeddings=CONTEXT)
     with (
-        make_engine(model, reuse_moved="always") as engine,
+        make_engine(model) as engine,
         live_app(create_app(engine, ServerSettings(mode=sys.argv[2])), int(sys.argv[1])),
     ):
         signal.sigwait({signal.SIGTERM})

@@ -114,7 +114,7 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
             call = completion_call(server, caller, body)
         options = {
             name: call.options[name]
-            for name in ("recompute_strategy", "recompute_ratio", "adapter")
+            for name in ("recompute_strategy", "recompute_ratio", "reuse_moved", "adapter")
             if name in call.options
         }
         ids = encode(engine, call.prompts[0])

@@ -70,6 +70,8 @@ class ReuseOptions(OwnBody):
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
     strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
     ratio: Share | None = None
+    reuse_moved: Literal["when_faster", "always"] | None = None
+    """Whether moved text is reused where that is not expected to be faster."""
     heal: Literal["auto", "idle", "off"] | None = None
     exactness: Literal["repaired", "verified"] | None = None
     speculate: Speculate | None = None
@@ -91,6 +93,7 @@ class ReuseOptions(OwnBody):
         return {
             "recompute_strategy": self.strategy,
             "recompute_ratio": self.ratio,
+            "reuse_moved": self.reuse_moved,
             "heal": self.heal,
             "exactness": self.exactness,
             "speculate": self.speculate,

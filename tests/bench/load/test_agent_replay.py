@@ -29,9 +29,13 @@ EDITED = [f"{HEAD}The time is {clock}.\n{LONG}\n" for clock in ("9:59", "10:00 s
 CLEARED = [f"{HEAD}{text('result', 20)}\n{LONG}\n", f"{HEAD}[cleared]\n{LONG}\nWhat now?"]
 
 
+ANSWER = text("answer", 30)
+QUOTED = f"Review this.\n{ANSWER}\nIs that so?"
+
+
 def write(path: Path, sessions: dict[tuple[str, str], list[str]]) -> str:
     lines = [
-        json.dumps({"agent": kind, "session": name, "turn": turn, "input": one, "output": "ok"})
+        json.dumps({"agent": kind, "session": name, "turn": turn, "input": one, "output": ANSWER})
         for (kind, name), prompts in sessions.items()
         for turn, one in enumerate(prompts)
     ]
@@ -51,7 +55,7 @@ def model(tmp_path: Path) -> str:
 def trace(tmp_path: Path) -> str:
     sessions = {
         ("edits", "a"): [*EDITED, EDITED[1], ""],
-        ("clears", "b"): [*CLEARED, "x" * CONTEXT],
+        ("clears", "b"): [*CLEARED, QUOTED, "x" * CONTEXT],
         ("edits", "c"): [EDITED[0], EDITED[0] + "It goes on."],
     }
     return write(tmp_path / "trace.jsonl", sessions)
@@ -72,12 +76,18 @@ def test_real_servers_read_the_recorded_prompts(
     monkeypatch.setitem(SYSTEMS, OURS, TinyPeer(OURS, "chunk_kv_reuse"))
     monkeypatch.setitem(SYSTEMS, PREFIX, TinyPeer(PREFIX, "prefix_cache"))
     report, shown = perform(
-        tmp_path, model=model, trace=trace, systems=(OURS, PREFIX), at_once=2, checked=2
+        tmp_path,
+        model=model,
+        trace=trace,
+        systems=(OURS, PREFIX),
+        at_once=2,
+        checked=2,
+        reuse_moved="always",
     )
     assert not report["failures"] and "problems" not in report, shown
     assert list(report["kinds"]) == ["edits", "clears", "all"]
     sent = report["kinds"]["all"]
-    assert (sent["sessions"], sent["requests"], sent["too_long"], sent["empty"]) == (3, 7, 1, 1)
+    assert (sent["sessions"], sent["requests"], sent["too_long"], sent["empty"]) == (3, 8, 1, 1)
     rows = {(row["system"], row["kind"]): row for row in report["rows"]}
     ours, prefix = (rows[name, "all"] for name in (OURS, PREFIX))
     for row in (ours, prefix):
@@ -89,6 +99,9 @@ def test_real_servers_read_the_recorded_prompts(
     assert ours["rows"]["moved"] > 0
     assert ours["computed_by_ideal"] < prefix["computed_by_ideal"]
     assert prefix["ours_by_this"] == pytest.approx(ours["ttft_ms"] / prefix["ttft_ms"])
+    (quoted,) = (one for one in report["requests"] if one["tokens"] == len(QUOTED))
+    assert quoted["elsewhere_tokens"] > 0.8 * len(ANSWER), "the answers were read"
+    assert quoted["answers"][OURS]["rows"]["moved"] > 0.8 * len(ANSWER)
     assert len(report["checks"]) == 2 and all(one["moved_tokens"] for one in report["checks"])
     assert "1 requests were left out: they have more than" in shown
     assert (tmp_path / "a.svg").stat().st_size and json.dumps(report)
@@ -186,8 +199,10 @@ def test_a_check_that_compared_nothing_is_a_problem() -> None:
 def test_rows_computed_by_kvboost_inside_vllm_are_counted() -> None:
     answers = {CONNECTOR: {1: Answer(0, prompt_tokens=100, cached_tokens=80)}}
     inside = {"moved": 60.0, "recomputed": 6.0, "computed": 4.0}
-    found = Replayed(replayed().sessions, answers, (), inside)
+    found = Replayed(replayed().sessions, answers, (), inside, 10)
     assert [row.computed_tokens for row in found.rows("coder")] == [30]
+    at_once = Replayed(replayed().sessions, answers, (), inside)
+    assert [row.computed_tokens for row in at_once.rows("coder")] == [None]
 
 
 def test_the_picture_stacks_shares_and_compares_with_the_ideal() -> None:

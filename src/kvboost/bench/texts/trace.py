@@ -15,7 +15,10 @@ from kvboost.bench.texts.questions import parse_json
 from kvboost.errors import ConfigError
 
 T = TypeVar("T")
-EXPECTED = '{"agent": KIND, "session": NAME, "input": THE WHOLE PROMPT}, and perhaps "turn": NUMBER'
+EXPECTED = (
+    '{"agent": KIND, "session": NAME, "input": THE WHOLE PROMPT}, and perhaps "turn": NUMBER and '
+    '"output": THE ANSWER'
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Request:
     """Where the file has it, from 1."""
     text: str
     """The whole prompt; empty if none was recorded."""
+    answer: str = ""
+    """What the model answered then, if that was recorded."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,14 @@ class Session:
 
 def read_trace(path: str | os.PathLike[str]) -> list[Session]:
     """The sessions of a file, in the order in which they begin. A name that ends in ``.gz`` is
-    unpacked. Answers that were recorded are not read: the next prompt holds them."""
+    unpacked."""
     sessions: dict[tuple[str, str], Session] = {}
     turns: dict[tuple[str, str], int] = {}
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
-            kind, name, turn, text = _parse(line)
+            kind, name, turn, request = _parse(number, line)
             key = (kind, name)
             if turn is not None and turn <= turns.get(key, turn - 1):
                 raise ValueError(f"turn {turn} of session {name!r} follows turn {turns[key]}")
@@ -52,7 +57,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Session]:
             ) from error
         if turn is not None:
             turns[key] = turn
-        sessions.setdefault(key, Session(kind, name)).requests.append(Request(number, text))
+        sessions.setdefault(key, Session(kind, name)).requests.append(request)
     if not sessions:
         raise ConfigError(
             f"{os.fspath(path)}, line 1: the file holds no requests; "
@@ -98,8 +103,8 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
         ) from error
 
 
-def _parse(line: bytes) -> tuple[str, str, int | None, str]:
-    """Kind, session, turn and prompt. Raises ``ValueError`` that says what is wrong."""
+def _parse(number: int, line: bytes) -> tuple[str, str, int | None, Request]:
+    """Kind, session, turn and request. Raises ``ValueError`` that says what is wrong."""
     row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80} is not an object")
@@ -110,7 +115,8 @@ def _parse(line: bytes) -> tuple[str, str, int | None, str]:
     turn = row.get("turn")
     if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool)):
         raise ValueError(f"'turn' is {turn!r:.80}, not a whole number")
-    return kind, name, turn, text
+    answer = "" if row.get("output") is None else _text(row, "output")
+    return kind, name, turn, Request(number, text, answer)
 
 
 def _text(row: dict[str, object], name: str) -> str:

@@ -1,10 +1,12 @@
 """Recorded sessions of agents, replayed against servers.
 
-Each session's prompts are sent in order, as they were recorded: the next prompt holds the recorded
-answer, whatever a server has answered. So every server reads the same prompts. They are raw
-completions, since a trace has the text that a model read, with its template or without. Every
-session has a salt of its own: nothing comes from another session, as with the ideal prefix cache
-that servers are compared with. All servers run, and each is frozen while another takes its turn.
+Each session's prompts are sent in order, as they were recorded, so every server reads the same
+prompts whatever it answers. After each one comes the same prompt with the recorded answer behind
+it, which is not counted: from then on the server knows the answer, as if it had written it. Prompts
+are raw completions, since a trace has the text that a model read, with its template or without.
+Every session has a salt of its own: nothing comes from another session, as with the ideal prefix
+cache that servers are compared with. All servers run, and each is frozen while another takes its
+turn.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ from kvboost.errors import ConfigError, KVBoostError
 from kvboost.progress import Progress, Step
 
 MAX_TOKENS = 1
-"""Of an answer that nobody reads: a longer one would be kept, and could be part of the next prompt,
-which an ideal prefix cache of prompts does not know."""
+"""Of an answer that nobody reads: what the next prompts hold is the recorded one."""
 TIMEOUT_SECONDS = 600.0
 WARM_CHARACTERS = 2000
 CONNECTOR_ROWS = 'vllm:kvboost_prompt_tokens_total{{engine="0",model_name="{}",source="{}"}}'
@@ -76,7 +77,12 @@ def run(settings: Settings, bench: Bench) -> Report:
         replay = Replay(settings, setting, vocabulary, sessions, checked)
         replay.run(present, progress)
     found = Replayed(
-        replay.done, replay.answers, replay.checks, replay.inside_vllm, settings.checked
+        replay.done,
+        replay.answers,
+        replay.checks,
+        replay.inside_vllm,
+        replay.computed_inside if settings.at_once == 1 else None,
+        settings.checked,
     )
     return Report(
         {
@@ -125,6 +131,8 @@ class Replay:
         self.checks: list[Check] = []
         self.inside_vllm: dict[str, float] = {}
         """The rows that KVBoost has put into vLLM's pages, by source."""
+        self.computed_inside = 0
+        """Those that it has computed there for prompts, if sessions run one by one."""
         self._answers: dict[str, dict[int, Answer]] = {}
         self._settings = settings
         self._setting = setting
@@ -145,7 +153,7 @@ class Replay:
                 with progress.step(f"starting {name}"), given_up(self.failures, name):
                     there = stack.enter_context(running(SYSTEMS[name], self._setting, may_end=True))
                     stack.callback(there.thaw)
-                    self._warm_up(there)
+                    self._warm_up(name, there)
                     there.freeze()
                     self.started_s[name] = there.started_s
                     self._servers[name] = there
@@ -187,14 +195,18 @@ class Replay:
         async def play(session: Traced) -> None:
             with closing(Connection(server.url)) as connection:
                 for prompt in session.prompts:
-                    body = self._body(server, prompt, f"{session.kind} {session.name}")
+                    body = self._body(name, server, prompt, f"{session.kind} {session.name}")
+                    before = self._computed_inside(name, server)
                     answer = await _complete(connection, body, prompt.line)
+                    self.computed_inside += self._computed_inside(name, server) - before
                     self._answers[name][prompt.line] = answer
+                    await _read_answer(connection, body, prompt)
                     step.advance()
 
         await asyncio.gather(*map(play, group))
 
-    def _body(self, server: Running, prompt: Prompt, salt: str) -> dict[str, Any]:
+    def _body(self, name: str, server: Running, prompt: Prompt, salt: str) -> dict[str, Any]:
+        how = {"kvboost": {"reuse_moved": self._settings.reuse_moved}}
         return {
             "model": server.model,
             "prompt": prompt.text,
@@ -204,13 +216,14 @@ class Replay:
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": salt,
+            **(how if name == OURS else {}),
         }
 
-    def _warm_up(self, server: Running) -> None:
+    def _warm_up(self, name: str, server: Running) -> None:
         """The first request of a process is slow; this one is not counted."""
         most = min(WARM_CHARACTERS, self._setting.context_length // 4)
         text = "\n\n".join(text for _, text in passages())[:most]
-        body = self._body(server, Prompt(0, text, 0, 0, 0), "warm-up")
+        body = self._body(name, server, Prompt(0, text, 0, 0, 0), "warm-up")
 
         async def ask() -> None:
             with closing(Connection(server.url)) as connection:
@@ -236,13 +249,16 @@ class Replay:
             with closing(Connection(server.url)) as connection:
                 for prompt in session.prompts[:count]:
                     is_checked = prompt.line in self._checked
-                    body = self._body(server, prompt, f"{session.kind} {session.name} checked")
+                    body = self._body(
+                        OURS, server, prompt, f"{session.kind} {session.name} checked"
+                    )
                     body |= longer if is_checked else {}
                     reused = await _complete(connection, body, prompt.line)
                     if is_checked:
                         expected = await _complete(connection, body | full, prompt.line)
                         check = Check.of(session.kind, prompt.line, expected, reused)
                         self.checks.append(check)
+                    await _read_answer(connection, body, prompt)
                     step.advance()
 
         with (
@@ -256,6 +272,14 @@ class Replay:
     def _last_checked(self, session: Traced) -> int | None:
         found = [at for at, one in enumerate(session.prompts) if one.line in self._checked]
         return found[-1] if found else None
+
+    def _computed_inside(self, name: str, server: Running) -> int:
+        """How many rows KVBoost has computed in vLLM's pages so far; 0 if sessions run at the same
+        time, since the counters do not tell whose rows they are."""
+        if name != CONNECTOR or self._settings.at_once > 1:
+            return 0
+        counters = (CONNECTOR_ROWS.format(server.model, one) for one in ("recomputed", "computed"))
+        return sum(int(server.metric(one) or 0) for one in counters)
 
     def _look_inside(self, server: Running) -> None:
         with thawed(server):
@@ -281,3 +305,10 @@ async def _complete(connection: Connection, body: dict[str, Any], line: int) -> 
     if answer.error is not None:
         raise KVBoostError(f"the request of line {line} failed: {answer.error}")
     return answer
+
+
+async def _read_answer(connection: Connection, body: dict[str, Any], prompt: Prompt) -> None:
+    """Lets the server read the recorded answer to ``prompt``, which ``body`` has asked."""
+    if prompt.answer:
+        told = body | {"prompt": prompt.text + prompt.answer, "max_tokens": MAX_TOKENS}
+        await _complete(connection, told, prompt.line)

@@ -21,10 +21,10 @@ SHARES = ("exact", "approximate", "moved", "recomputed", "computed")
 """Of the rows of prompts; here moved rows do not include recomputed ones."""
 NOTE = dim(
     "prefix: found by an ideal prefix cache, which keeps all prompts of a session; ideal: the "
-    "tokens it computes.\nelsewhere: those of them that the session had sent before at another "
-    "place, 64 or more in a row.\ncomputed: by the server, recomputed ones included; of others "
-    "than ours, prompt tokens less cached ones.\nRows of ours: exact; approximate, which follow "
-    "moved ones in a text that was read before; moved, as stored;\nmoved and recomputed; "
+    "tokens it computes.\nelsewhere: those of them that the session had sent or received before at "
+    "another place, 64 or more in a row.\ncomputed: by the server, recomputed ones included; of "
+    "others than ours, prompt tokens less cached ones.\nRows of ours: exact; approximate, which "
+    "follow moved ones in a text that was read before; moved, as stored;\nmoved and recomputed; "
     "computed.\nfirst tokens: ms by the client's clock, summed; ours ÷: kvboost's sum by this one."
 )
 
@@ -65,6 +65,9 @@ class Replayed:
     """By system and by the line of the request."""
     checks: Sequence[Check]
     inside_vllm: Mapping[str, float]
+    """The rows that KVBoost has put into vLLM's pages, by source, also for answers."""
+    computed_inside: int | None = None
+    """Those that it has computed there for prompts; None if that is not known."""
     checks_asked: int = 0
 
     @property
@@ -111,9 +114,8 @@ class Replayed:
             computed = rows["computed"] + rows["recomputed"]
         elif system == CONNECTOR:
             # vLLM calls cached what KVBoost has computed; its counters do not know kinds.
-            own = sum(self.inside_vllm.get(name, 0.0) for name in ("recomputed", "computed"))
-            whole = kind == ALL or len(self.kinds) == 1
-            computed = (computed or 0) + int(own) if whole and self.inside_vllm else None
+            whole, own = kind == ALL or len(self.kinds) == 1, self.computed_inside
+            computed = (computed or 0) + own if whole and own is not None else None
         first = 1e3 * sum(one.ttft_s or 0.0 for one in answers)
         return Row(system, kind, len(answers), total, computed, ideal, rows, first)
 

@@ -16,7 +16,7 @@ from kvboost.errors import ConfigError
 LEAST_TURNS = 2
 MADE_UP = (OURS, RIVAL)
 """The servers of made-up sessions, if none is named."""
-_OF_TRACES = ("sessions", "kinds", "at_once", "most_tokens", "checked")
+_OF_TRACES = ("sessions", "kinds", "at_once", "most_tokens", "checked", "reuse_moved")
 _OF_MADE_UP = ("layouts", "turns", "tool_seconds", "rounds")
 
 
@@ -50,6 +50,11 @@ class Settings(Base):
         "With --trace: so many turns that can reuse moved text are also asked without reuse, to "
         "compare the first token's distribution and the action of 64 tokens.",
         least=0,
+    )
+    reuse_moved: str = option(
+        "when_faster",
+        "With --trace: whether kvboost also moves text where computing it would be faster.",
+        choices=("when_faster", "always"),
     )
     vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(

@@ -29,10 +29,12 @@ class Prompt:
     text: str
     tokens: int
     prefix_tokens: int
-    """Those at its front with which an earlier prompt of the session begins, but for the last
-    token, which is always computed. An ideal prefix cache finds these."""
+    """Those at its front with which an earlier prompt of the session or its answer begins, but for
+    the last token, which is always computed. An ideal prefix cache finds these."""
     elsewhere_tokens: int
-    """Those of the others that the session has sent before, in windows of 64 tokens."""
+    """Those of the others that the session has sent or received before, in windows of 64 tokens."""
+    answer: str = ""
+    """The recorded answer, unless the model's context has no room for it."""
 
     @property
     def ideal_tokens(self) -> int:
@@ -73,9 +75,23 @@ def trace_session(session: Session, encode: Callable[[str], list[int]], most: in
             found = min(max((_same(ids, one) for one in sent), default=0), len(ids) - 1)
             hashes = _windows(ids)
             elsewhere = _covered(hashes, windows, found, len(ids))
-            prompts.append(Prompt(request.line, request.text, len(ids), found, elsewhere))
+            answered: Ids = np.asarray(encode(request.text + request.answer), dtype=np.uint64)
+            has_room = len(answered) <= most
+            prompts.append(
+                Prompt(
+                    request.line,
+                    request.text,
+                    len(ids),
+                    found,
+                    elsewhere,
+                    request.answer if has_room else "",
+                )
+            )
             sent.append(ids)
             windows.update(hashes)
+            if request.answer and has_room:
+                sent.append(answered)
+                windows.update(_windows(answered))
     return Traced(session.kind, session.name, tuple(prompts), too_long, empty)
 
 
