@@ -16,12 +16,15 @@ from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import (
     EARLY_SHARE,
     LEAST_BUDGET,
+    LEAST_PROBE_ROWS,
     MOST_BUDGET,
+    PROBE_ROWS,
     STRATEGIES,
     TYPICAL_ERROR,
     TYPICAL_SHARE,
     MovedText,
     mean_error,
+    probe_rows,
     probed_layers,
 )
 
@@ -126,6 +129,13 @@ def even(mass: torch.Tensor) -> None:
 def test_auto_repairs_less_where_little_has_changed_before_the_rows() -> None:
     numbers = [len(chosen(moved_rows(even, (same, same)), "auto", 0.5)) for same in (0, 0.9, 1)]
     assert numbers[0] == 50 > numbers[1] > numbers[2] > 0
+
+
+def test_fewer_rows_are_probed_where_little_has_changed() -> None:
+    changed, alike = (run(0, 100, resemblance) for resemblance in (0.0, 1.0))
+    assert probe_rows([changed]) == PROBE_ROWS
+    assert probe_rows([alike]) == LEAST_PROBE_ROWS
+    assert LEAST_PROBE_ROWS < probe_rows([MovedRun(changed.hits, 0.6)]) < PROBE_ROWS
 
 
 def test_rows_behind_a_seam_are_repaired_first() -> None:

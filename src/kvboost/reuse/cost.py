@@ -18,7 +18,7 @@ import numpy as np
 
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import PROBE_ROWS, mean_error, needed_share
+from kvboost.reuse.repair import mean_error, needed_share, probe_rows
 from kvboost.reuse.step_times import FIXED_ROWS, StepTimes, size_of
 
 WORTHWHILE_RATIO = 0.9
@@ -147,7 +147,7 @@ class CostModel:
         unknown = sum(len(rows) for rows in plan.computed())
         recomputed = round(repair.ratio * needed_share(mean_error(plan.moved)) * plan.num_moved)
         moving = self.forward(unknown + recomputed, total)
-        moving += self.forward(min(unknown, PROBE_ROWS), total) * probe_depth
+        moving += self.forward(min(unknown, probe_rows(plan.moved)), total) * probe_depth
         slow = sum(hit.num_tokens for run in plan.moved for hit in run.hits if hit.is_slow)
         moving += self.place(plan.num_moved + plan.num_shared - slow) + self.place(slow, slow=True)
         if self.is_measured:  # else costs are not in seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -21,8 +22,9 @@ from kvboost.model.segment import Hook
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
-PROBE_ROWS = 64
-"""At most this many of a prompt's last rows are probed for what they attend to."""
+PROBE_ROWS, LEAST_PROBE_ROWS = 64, 16
+"""At most so many of a prompt's last rows are probed for what they attend to, and at least so many
+of them where little has changed: there it matters less which rows are chosen."""
 PROBE_SLICE = 4096
 """Rows that go through a probe together: the masks of more would take too much memory."""
 PROBE_BAND = (0.64, 0.86)
@@ -43,7 +45,7 @@ LEAST_ERROR, CHANGED_ERROR, SEAM_ERROR, SEAM_REACH = 0.02, 0.3, 0.35, 12.0
 """The error of a moved row's values, relative to their size: after the same text but for a little;
 more in proportion to the share of text before it that is another; and at the first row of a run,
 fading over so many rows. Measured over seven kinds of edits."""
-TYPICAL_ERROR, ERROR_POWER = 0.2, 1.5
+TYPICAL_ERROR, ERROR_POWER = 0.2, 2.0
 """If the rows that the question attends to are expected to be this far off or farther, ``auto``
 recomputes what ``ratio`` says. With smaller errors it takes fewer rows, by this power of them: the
 KL grows with their square, so that what is left stays small."""
@@ -74,6 +76,11 @@ def mean_error(runs: Sequence[MovedRun]) -> float:
         total += rows * LEAST_ERROR + CHANGED_ERROR * changed + seam
         number += rows
     return total / max(1, number)
+
+
+def probe_rows(runs: Sequence[MovedRun]) -> int:
+    """How many of a prompt's last rows are probed before ``runs`` are repaired."""
+    return max(LEAST_PROBE_ROWS, math.ceil(PROBE_ROWS * needed_share(mean_error(runs))))
 
 
 class Probe(NamedTuple):
@@ -195,10 +202,11 @@ class MovedText:
         the prompt's last rows attend to: ``[prompt]``. The sum is the error that they see."""
         return self.attention() * self.errors()
 
-    @property
+    @cached_property
     def tail(self) -> range:
         """The prompt's last rows, which are probed: they are never moved."""
-        return range(max(self.runs[-1].end, self.live_end - PROBE_ROWS), self.live_end)
+        rows = probe_rows(self.runs)
+        return range(max(self.runs[-1].end, self.live_end - rows), self.live_end)
 
     def probes(self, repair: RepairParams, *, through_all_layers: bool = False) -> list[Probe]:
         """What must run before the strategy of ``repair`` chooses."""
