@@ -99,7 +99,7 @@ class _ErrorResponse(JSONResponse):
         state["refusal"] = error
         if is_anthropic(scope["path"]):
             request_id = state.get("request_id")
-            body = error_body(error.status, _printable(error.message), request_id)
+            body = error_body(error.status, _printable(error.message), request_id, error.param)
         elif is_ollama(scope["path"]):
             body = {"error": _printable(error.message)}
         else:

@@ -272,6 +272,19 @@ def test_what_cannot_be_honoured_is_refused(client, more, said: str) -> None:
     assert error.request_id == refused.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
+def test_a_thread_is_refused_so_that_the_client_sends_whole_conversations(client, thread) -> None:
+    refused = create(client, thread=thread)
+    assert refused.status_code == 400
+    error = AnthropicErrorReply.model_validate(refused.json()).error
+    assert error.details is not None
+    assert error.details.error_code == "thread_unsupported_request"
+    assert error.details.unsupported == ["thread"] and "thread" in error.message
+    assert "details" not in create(client, max_tokens=None).json()["error"]
+
+
 def test_all_errors_have_anthropics_form(client, fake) -> None:
     told = [create(client, model="other"), client.get("/v1/messages")]
     fake.refuse = QueueFullError(9, 3)

@@ -15,6 +15,8 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Tells Anthropic's client, whose tool runner asks for a thread, to send whole conversations."""
 
 
 def is_anthropic(path: str) -> bool:
@@ -22,7 +24,11 @@ def is_anthropic(path: str) -> bool:
     return path == _PATH or path.startswith(f"{_PATH}/")
 
 
-def error_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, request_id: str | None, param: str | None = None
+) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error = {"type": kind, "message": message}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        error["details"] = NO_THREADS
     return {"type": "error", "error": error, "request_id": request_id}

@@ -9,9 +9,15 @@ from pydantic import Field
 from kvboost.serve.response_models import EditsReply, Reply, ReuseReply
 
 
+class ErrorDetails(Reply):
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicError(Reply):
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class AnthropicErrorReply(Reply):

@@ -245,6 +245,7 @@ class MessagesRequest(CountTokensRequest):
     container: None = None
     diagnostics: None = None
     inference_geo: None = None
+    thread: None = None
 
     def for_chat(self) -> ChatRequest:
         return (
