@@ -155,6 +155,14 @@ def test_defaults_are_those_of_openai(client, fake) -> None:
     assert asked["max"] == 93  # a context of 100, less the 7 tokens of the prompt
 
 
+def test_what_litellm_adds_to_an_answer_may_be_sent_back(client, fake) -> None:
+    noted = {"role": "assistant", "content": "b", "provider_specific_fields": {"refusal": None}}
+    messages = [{"role": "user", "content": "a"}, noted, {"role": "user", "content": "c"}]
+    answer = client.post("/v1/chat/completions", json=body(messages=messages))
+    assert answer.json()["kvboost"]["notes"] == []
+    assert bytes(fake.asked[0]["prompt"]) == b"user:aassistant:buser:c"
+
+
 def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> None:
     messages = [
         {"role": "developer", "content": "be kind"},

@@ -230,6 +230,8 @@ class Message(Body):
     ) = None
     name: ShortText | None = None
     """Accepted, but not part of the prompt: chat templates have no place for it."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """LiteLLM's notes on an answer, which its agents send back. They change nothing."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
