@@ -21,8 +21,8 @@ import pytest
 from server_process import ServerProcess
 
 OF_FRAMEWORKS = [
-    *("test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"),
-    "test_ollama.py",
+    *("test_history.py", "test_howto.py", "test_instructor.py", "test_litellm.py"),
+    *("test_llama_index.py", "test_mini_swe_agent.py", "test_ollama.py", "test_tool_runner.py"),
 ]
 OF_CLIENTS = [
     *("test_continue.py", "test_guidellm.py", "test_lm_eval.py", "test_open_webui.py"),
@@ -79,9 +79,20 @@ def knows_every_field(server: Server) -> Iterator[None]:
 
 
 def left_out(server: Server) -> float:
+    return metric(server, "kvboost_ignored_fields_total")
+
+
+def metric(server: Server, name: str) -> float:
+    """A number of ``/metrics``. ``name`` has the labels, if there are any."""
     with urlopen(f"{server.root}/metrics") as answer:
-        (count,) = re.findall(r"^kvboost_ignored_fields_total (\S+)$", answer.read().decode(), re.M)
+        (count,) = re.findall(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.M)
     return float(count)
+
+
+@pytest.fixture
+def rows(server: Server) -> Callable[[str], float]:
+    """Counts rows of prompts so far by their source, such as "exact" and "moved"."""
+    return lambda source: metric(server, f'kvboost_prompt_tokens_total{{source="{source}"}}')
 
 
 @pytest.fixture

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from bodies import TOOL, streamed
 
@@ -64,12 +61,12 @@ def version_of(package: str) -> str:
 
 @needs_packages
 def test_the_command_answers_and_its_instructions_are_read_once(
-    server, knows_every_field, has_run, tmp_path
+    server, knows_every_field, has_run, rows, tmp_path
 ) -> None:
     """Its system message and tools have some 1,500 tokens, which are the same each time."""
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(model=server.model, url=server.url))
-    before = cached_tokens(server)
+    before = rows("exact")
     for question in ("What is a lighthouse for?", "When was it lit?"):
         done = subprocess.run(
             [
@@ -90,15 +87,9 @@ def test_the_command_answers_and_its_instructions_are_read_once(
             timeout=600,
         )
         assert done.returncode == 0 and done.stdout.strip(), done.stdout + done.stderr
-    assert cached_tokens(server) - before > 1_000
+    assert rows("exact") - before > 1_000
     number = version_of("@continuedev/cli")
     has_run("@continuedev/cli", "`cn -p` with its tools, twice; cached tokens", number)
-
-
-def cached_tokens(server: Any) -> float:
-    told = httpx.get(f"{server.root}/metrics").text
-    (count,) = re.findall(r'^kvboost_prompt_tokens_total{source="exact"} (\S+)$', told, re.M)
-    return float(count)
 
 
 @needs_packages
