@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from live_server import live_server
+from load_script import load_example
 from tiny import make_engine, tiny_model
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "langchain_client.py"
 
 
 def test_the_second_question_does_not_read_the_notes_again(capsys) -> None:
     pytest.importorskip("langchain_openai")
-    spec = importlib.util.spec_from_file_location("langchain_client", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("langchain_client")
     model = tiny_model("llama", max_position_embeddings=4096)
     with make_engine(model) as engine, live_server(engine, served_names=("tiny",)) as server:
         example.main(["--url", f"{server.url}/v1", "--model", "tiny"])
