@@ -256,7 +256,7 @@ class FakeEngine:
         names = ("chunks", "evicted", "demoted", "promoted", "rejected", "failed", "lost")
         drafts = {"drafted_tokens": 40, "accepted_tokens": 30}
         healing = ("waiting", "approximate_tokens", "healed_tokens", "computed_tokens", "seconds")
-        ended = ("healed", "dropped", "failed")
+        ended = ("healed", "replaced", "dropped", "failed")
         readings = ("readings", "readings_waiting", "readings_dropped")
         audit = {"audited": 0, "mean_kl": None, "max_kl": None, "token_agreement": None}
         return {

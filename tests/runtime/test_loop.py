@@ -620,7 +620,8 @@ def test_documents_are_warmed_while_requests_run(make: Callable[..., KVBoost]) -
 def test_answers_of_a_batch_are_audited_too(make: Callable[..., KVBoost]) -> None:
     engine = make(reuse_moved="always")
     engine.warm(TEXT[:96])
-    engine.generate_batch([TEXT[500 : 520 + i] + TEXT[:96] + TEXT[600:620] for i in range(2)], 4)
+    questions = (TEXT[600:620], TEXT[630:650])
+    engine.generate_batch([TEXT[500:520] + TEXT[:96] + one for one in questions], 4)
     assert engine.heal().waiting == 0
     assert engine.cache_stats()["audit"]["audited"] == 2
 

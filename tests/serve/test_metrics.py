@@ -55,6 +55,7 @@ def test_the_counts_of_the_engine_are_shown(client) -> None:
     assert seen["kvboost_accepted_tokens_total",] == 30
     assert seen["kvboost_healing_healed_tokens_total",] == 0
     assert seen["kvboost_healing_conversations_total", "dropped"] == 0
+    assert seen["kvboost_healing_conversations_total", "replaced"] == 0
     for name in ("readings_waiting", "readings_total", "readings_dropped_total"):
         assert seen[f"kvboost_{name}",] == 0
     assert seen["kvboost_audit_recompute_ratio",] == 0.15

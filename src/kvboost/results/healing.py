@@ -30,12 +30,15 @@ class Healing:
     """Rows of prompt and answer that were approximate when the answer ended, or when it became
     exact."""
     healed_tokens: int = 0
-    """How many of them are exact in the cache by now. They are the first ones, without gaps."""
+    """How many of them became exact in the cache before ``status`` was final. They are the first
+    ones, without gaps."""
     status: str = "waiting"
-    """``"waiting"``; ``"done"``; ``"dropped"`` (too many waited, or something was forgotten);
+    """``"waiting"``; ``"done"``; ``"replaced"`` (the conversation went on, so that its next turn is
+    healed in place of this one); ``"dropped"`` (too many waited, or something was forgotten);
     ``"failed"``."""
     audit: AnswerAudit | None = None
-    """How far the answer was from an exact one, once it has been healed."""
+    """How far the answer was from an exact one, once it has been healed; None unless ``status`` is
+    ``"done"``."""
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ class Healer:
             "waiting": self._queue.num_conversations,
             "healed": counts["done"],
             "interrupted": counts["interrupted"],
+            "replaced": counts["replaced"],
             "dropped": counts["dropped"],
             "failed": counts["failed"],
             "approximate_tokens": seen,
@@ -153,8 +154,14 @@ class Healer:
         }
 
     def audit_stats(self) -> dict[str, Any]:
-        waiting = self._queue.num_conversations
-        return {**self._audit.stats(), "waiting": waiting, "max_audit_kl": self._max_kl}
+        """``replaced``: answers that are not audited, because their conversations went on before
+        they were healed."""
+        return {
+            **self._audit.stats(),
+            "waiting": self._queue.num_conversations,
+            "replaced": self._queue.counts["replaced"],
+            "max_audit_kl": self._max_kl,
+        }
 
     def close(self) -> None:
         """Ends what another thread may be healing, and drops what waits."""

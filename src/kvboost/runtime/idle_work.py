@@ -3,12 +3,15 @@ context. Token ids and a few numbers, no KV."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from operator import attrgetter
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -16,11 +19,13 @@ from kvboost.config import GenerationMode, SamplingParams
 from kvboost.results import Healing
 from kvboost.runtime.audit import AnswerComparison
 from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.trail import Trail, find_places
 from kvboost.tokens.hashing import TokenIds
 
 MOST_CONVERSATIONS = 64
 MOST_TOKENS = 1024**2
-"""Token ids of all conversations that wait. The oldest are dropped when there are more."""
+"""Token ids of all conversations that wait. If there are more, those that were used longest ago are
+dropped."""
 MOST_READ_TOKENS = 8 * 1024**2
 """Token ids of all documents that wait. Further ones are not taken."""
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
@@ -40,6 +45,8 @@ class IdleWork:
     epoch: int
     """The store's when the request was planned. Once something is forgotten, this text may contain
     it, and is not computed."""
+    number: int
+    """Larger than that of all work that was added before."""
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +61,8 @@ class IdleWork:
         """Takes the logits of rows that were computed."""
 
     def end(self, status: str) -> None:
-        """Nothing more will be computed, because it is ``done``, ``dropped`` or ``failed``."""
+        """Nothing more will be computed, because it is ``done``, ``replaced``, ``dropped`` or
+        ``failed``."""
 
 
 @dataclass(eq=False)
@@ -78,6 +86,7 @@ class Unhealed(IdleWork):
     """How many of the first ones were exact when the answer ended."""
     healing: Healing
     comparison: AnswerComparison
+    trail: Trail
 
     @property
     def num_logits(self) -> int:
@@ -93,23 +102,34 @@ class Unhealed(IdleWork):
         self.healing.status = status
 
 
-class Line:
-    """Work that waits in order, and how many tokens it has. Not thread-safe."""
+W = TypeVar("W", bound=IdleWork)
+
+
+class Line(Generic[W]):
+    """Work that waits, in the order in which it was added first, and how many tokens it has. Not
+    thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: deque[IdleWork] = deque()
+        self._waiting: list[W] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, one: IdleWork, *, first: bool = False) -> None:
-        (self._waiting.appendleft if first else self._waiting.append)(one)
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._waiting)
+
+    def add(self, one: W) -> None:
+        insort(self._waiting, one, key=attrgetter("number"))
         self.num_tokens += one.num_rows
 
-    def take(self) -> IdleWork:
-        """What has waited longest."""
-        one = self._waiting.popleft()
+    def remove(self, one: W) -> None:
+        self._waiting.remove(one)
+        self.num_tokens -= one.num_rows
+
+    def take(self, *, newest: bool = False) -> W:
+        """What was added first, or the newest."""
+        one = self._waiting.pop(-1 if newest else 0)
         self.num_tokens -= one.num_rows
         return one
 
@@ -119,8 +139,9 @@ class IdleQueue:
     collector may end one in a thread that holds any of ours."""
 
     def __init__(self) -> None:
-        self._conversations = Line()
-        self._readings = Line()
+        self._conversations = Line[Unhealed]()
+        self._readings = Line[Reading]()
+        self._numbers = itertools.count()
         self._holds: set[object] = set()
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -158,8 +179,11 @@ class IdleQueue:
 
     def add_unhealed(self, state: RequestState, ids: TokenIds, *, takes_likeliest: bool) -> None:
         """Takes in a request that has ended, of which the rows of ``ids`` were kept, if it is to be
-        healed. ``takes_likeliest``: each of its tokens was the likeliest one."""
+        healed, in place of the turns that it goes on from. ``takes_likeliest``: each of its tokens
+        was the likeliest one."""
         request, num_rows = state.request, len(ids)
+        with self._lock:
+            self._replace(request, ids)
         if request.heal == "off" or num_rows <= state.exact_rows:
             return
         answer = state.token_ids if takes_likeliest else []
@@ -173,10 +197,12 @@ class IdleQueue:
                 grammar=None,
             ),
             state.epoch,
+            next(self._numbers),
             len(request.token_ids),
             state.exact_rows,
             state.healing,
             AnswerComparison(list(state.recorded), answer),
+            Trail(ids, min(num_rows, len(request.token_ids))),
         )
         state.recorded.clear()
         line = self._conversations
@@ -192,7 +218,7 @@ class IdleQueue:
     def add_reading(self, request: Request, epoch: int) -> bool:
         """Takes in a document that ``request`` reads, unless too many wait. It is read when no
         conversation is to be healed."""
-        one, line = Reading(request, epoch), self._readings
+        one, line = Reading(request, epoch, next(self._numbers)), self._readings
         with self._lock:
             if line.num_tokens + one.num_rows > MOST_READ_TOKENS and len(line):
                 return False
@@ -205,6 +231,7 @@ class IdleQueue:
         if state.healing is not None:
             rows = state.healing.healed_tokens
             with self._lock:
+                self._replace(state.request, state.request.token_ids)
                 self.counts["done"] += 1
                 self.counts["superseded_chunks"] += superseded
                 for name in ("approximate_tokens", "healed_tokens", "computed_tokens"):
@@ -212,18 +239,25 @@ class IdleQueue:
             self.on_healed(state.request, state.healing)
 
     def take(self) -> IdleWork | None:
-        """The conversation that has waited longest, or a document if there is none. Give it back
-        with ``put_back`` or ``finish`` it."""
+        """The conversation that was used last, or the document that has waited longest if there is
+        none. Give it back with ``put_back`` or ``finish`` it."""
         with self._lock:
-            line = self._conversations if len(self._conversations) else self._readings
-            return line.take() if len(line) else None
+            if len(self._conversations):
+                return self._conversations.take(newest=True)
+            return self._readings.take() if len(self._readings) else None
 
     def put_back(self, one: IdleWork) -> None:
-        """A request has interrupted it."""
-        line = self._conversations if isinstance(one, Unhealed) else self._readings
+        """A request has interrupted it. It waits on, unless turns that go on from it have come."""
         with self._lock:
-            line.add(one, first=True)
             self._count(one, "interrupted")
+            if isinstance(one, Reading):
+                self._readings.add(one)
+            elif isinstance(one, Unhealed):
+                later = [other for other in self._conversations if other.number > one.number]
+                self._conversations.add(one)
+                for other in later:
+                    if one.healing.status == "waiting":
+                        self._replace(other.request, other.request.token_ids, [one])
 
     def finish(self, one: IdleWork, status: str) -> None:
         with self._lock:
@@ -240,6 +274,23 @@ class IdleQueue:
             for line in (self._conversations, self._readings):
                 while len(line):
                     self._finish(line.take(), "dropped")
+
+    def _replace(
+        self, request: Request, ids: TokenIds, turns: Iterable[Unhealed] | None = None
+    ) -> None:
+        """Ends the healing of those of ``turns`` that ``ids``, a turn that ``request`` asked for,
+        goes on from; of all that wait by default. What it computes for ``ids`` is of more use."""
+        line = self._conversations
+        same = [
+            one
+            for one in (line if turns is None else turns)
+            if (one.request.salt, one.request.adapter) == (request.salt, request.adapter)
+        ]
+        places = find_places([one.trail for one in same], ids) if same else {}
+        for one in same:
+            if one.trail.leads_to(ids, places):
+                line.remove(one)
+                self._finish(one, "replaced")
 
     def _finish(self, one: IdleWork, status: str) -> None:
         one.end(status)

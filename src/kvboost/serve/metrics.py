@@ -231,7 +231,7 @@ def _healing(healing: Mapping[str, Any]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "kvboost_healing_conversations", "Conversations that left the queue", labels=["status"]
     )
-    for status in ("healed", "dropped", "failed"):
+    for status in ("healed", "replaced", "dropped", "failed"):
         ended.add_metric([status], healing[status])
     yield ended
 

@@ -341,7 +341,7 @@ class HealedRequest(Reply):
     request_id: str
     approximate_tokens: int
     healed_tokens: int
-    status: Literal["waiting", "done", "dropped", "failed"]
+    status: Literal["waiting", "done", "replaced", "dropped", "failed"]
     audit: AuditReply | None
 
 

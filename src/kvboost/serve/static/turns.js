@@ -177,6 +177,7 @@ function pretty(json) {
 const HEALING = new Map([
   ["waiting", "Being made exact while the server is idle"],
   ["done", "Made exact since, while the server was idle"],
+  ["replaced", "The conversation went on, and its next turn is made exact instead"],
   ["dropped", "No longer being made exact"],
   ["failed", "Making it exact failed"],
 ]);
