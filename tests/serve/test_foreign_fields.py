@@ -50,7 +50,8 @@ OF_CHAT: dict[str, list[Any]] = {
     "store": [True],
     "verbosity": ["low", "high"],
     "service_tier": ["flex"],
-    "prompt_cache_retention": ["24h"],
+    "prompt_cache_retention": ["in_memory"],
+    "prompt_cache_key": ["k"],
     "prediction": [{"type": "content", "content": "Hello"}],
     "add_generation_prompt": [True, False],
 }

@@ -207,6 +207,27 @@ def test_marked_text_is_that_of_the_edited_conversation(client) -> None:
     assert usage["cache_creation_input_tokens"] == tokens(said) and usage["input_tokens"] == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_marked_text_ends_with_the_marked_message(client, path: str) -> None:
+    """What is pinned ends before what the next message says, a call of ``log``. In Anthropic's
+    form, a result is in one message with the question after it."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    if path == "/v1/messages":
+        messages = blocks()
+        messages[4]["content"][0] |= mark
+    else:
+        messages = chat_messages()
+        messages[6] |= mark
+    salt = f"marks {path}"
+    ask(client, path, messages=messages, context_management=EDITS, cache_salt=salt)
+    (pin,) = [one for one in client.get("/kvboost/pins").json()["data"] if one["ttl"] > 600]
+    listed = ask(client, "/tokenize", context_management=EDITS)
+    text = client.post("/detokenize", json={"tokens": listed["tokens"]}).json()["prompt"]
+    end = text.index(ASK, text.index(RESULTS[1])) + len(ASK)
+    assert CLEARED in text and end <= pin["tokens"] <= text.index('log"', end)
+    assert client.delete(f"/kvboost/pins/{pin['name']}").status_code == 200
+
+
 def test_a_conversation_may_be_too_long_before_it_is_edited(client) -> None:
     """The context has 2,048 tokens."""
     messages = chat_messages()

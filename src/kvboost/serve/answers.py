@@ -8,6 +8,7 @@ import time
 from collections import deque
 from contextlib import AsyncExitStack
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import StructuredOutputError
@@ -122,11 +123,14 @@ class Answers:
                 self._arrival.set_result(None)
 
     def end(self, choice: Choice) -> None:
-        """Ends ``choice``, whose text is complete. If its conversation has a session, pins its KV
-        first. Of several answers, the first counts."""
+        """Ends ``choice``, whose text is complete. First pins what is marked in its prompt, and the
+        KV of its conversation if that has a session. Of several answers, the first counts."""
         if self._closed:
             return
-        if choice.call.session is None or choice.index % choice.call.n:
+        is_first = choice.index % choice.call.n == 0
+        if is_first:
+            self._keep_marked(choice)
+        if choice.call.session is None or not is_first:
             self._end(choice)
         else:
             renewal = asyncio.ensure_future(self._renew_session(choice, choice.call.session))
@@ -138,6 +142,14 @@ class Answers:
             self.add((choice, None))
         except Exception as error:
             self.add(error)
+
+    def _keep_marked(self, choice: Choice) -> None:
+        salt, adapter = choice.call.salt, choice.call.adapter
+        for tokens, seconds in choice.call.kept.beginnings(choice.prompt_ids):
+            ids = choice.prompt_ids[:tokens]
+            told = f"{salt}\0{adapter}\0{seconds}\0{ids}"
+            key = f"cache_control:{blake2b(told.encode(), digest_size=16).hexdigest()}"
+            self._server.kept_kv.keep(key, ids, salt, seconds, adapter)
 
     async def _renew_session(self, choice: Choice, session: str) -> None:
         call = choice.call

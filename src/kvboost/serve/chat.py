@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
+from kvboost.serve.marks import find_kept
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.prompts import refuse_long_text, refuse_many_documents, texts_of
 from kvboost.serve.request_models import ChatRequest
@@ -28,6 +30,7 @@ from kvboost.tokens.prompt import Conversation
 
 router = APIRouter(route_class=BodyRoute)
 
+_DAY = 24 * 3600.0
 _MOST_CONTEXTS = 16
 """A conversation to edit may have so many times the tokens of the context."""
 
@@ -45,6 +48,7 @@ async def create_chat_completion(
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, chat_call, server, caller, body)
+    call = replace(call, kept=await find_kept(server, call, body.marks(), size))
     return await respond(request, server, call, ChatFormat(), response_options(body))
 
 
@@ -62,11 +66,31 @@ def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineC
         body.tool_use(),
     )
     return replace(
-        call,
+        _retained(server, call, body, prompt.conversation),
         documents=prompt.documents,
         size=sum(map(len, prompt.documents)),
         applied_edits=prompt.applied_edits,
     )
+
+
+def _retained(
+    server: ServerState, call: EngineCall, body: ChatRequest, conversation: Conversation
+) -> EngineCall:
+    """``call``, with a session if the request wants its conversation to be kept for a day. The
+    conversation is known by ``prompt_cache_key`` and its first message of the user's."""
+    if body.prompt_cache_retention != "24h":
+        return call
+    seconds = min(_DAY, server.settings.retention_seconds)
+    if seconds < _DAY:
+        most = f"a conversation for at most {seconds:g} s" if seconds else "no conversations"
+        call = replace(call, notes=[f"prompt_cache_retention: this server keeps {most}"])
+    if not seconds:
+        return call
+    first = next((one["content"] for one in conversation.messages if one["role"] == "user"), "")
+    told = f"{body.prompt_cache_key or ''}\0{first}".encode()
+    session = call.session or f"kept-{blake2b(told, digest_size=16).hexdigest()}"
+    ttl = seconds if call.session_ttl is None else call.session_ttl
+    return replace(call, session=session, session_ttl=ttl)
 
 
 class ChatPrompt(NamedTuple):

@@ -16,6 +16,7 @@ from kvboost.results import AppliedEdit, GenerationResult
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
+from kvboost.serve.marks import Kept
 from kvboost.serve.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class EngineCall:
     session: str | None = None
     """The conversation whose KV is pinned after the answer."""
     session_ttl: float | None = None
-
+    kept: Kept = field(default_factory=Kept)
+    """The beginnings of the prompt that are pinned after the answer."""
     truncate: int | None = None
     """So many of each prompt's last tokens are read; -1: as many as the context holds."""
     add_special_tokens: bool | None = None

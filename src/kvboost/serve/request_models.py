@@ -41,6 +41,7 @@ from kvboost.serve.request_fields import (
 )
 from kvboost.serve.request_formats import ResponseFormat, response_options
 from kvboost.serve.request_generation import Generation, needs
+from kvboost.serve.request_marks import CacheControl, Mark, Retention, marks_of
 from kvboost.serve.request_tools import Message, Thinking, Tool, ToolChoice, make_use
 
 
@@ -67,6 +68,10 @@ class ChatRequest(Generation):
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
     context_management: ContextManagement | None = None
+    cache_control: CacheControl | None = None
+    """Marks the end of the conversation."""
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: Retention | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
@@ -75,8 +80,6 @@ class ChatRequest(Generation):
     metadata: Metadata | None = None
     modalities: Annotated[list[Literal["text"]], some(1)] | None = None
     prediction: dict[str, Any] | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
     safety_identifier: ShortText | None = None
     service_tier: ShortText | None = None
     store: bool | None = None
@@ -114,6 +117,15 @@ class ChatRequest(Generation):
 
     def formats(self) -> dict[str, dict[str, Any]]:
         return response_options(self.response_format) | super().formats()
+
+    def marks(self) -> list[Mark]:
+        """Where ``cache_control`` occurs. That of a tool marks the first system messages, too."""
+        messages = self.messages
+        others = (n for n, one in enumerate(messages) if one.role not in ("system", "developer"))
+        system = next(others, len(messages))
+        ends = [(system, tool.cache_control) for tool in self.tools or ()]
+        ends += [(number, one.mark) for number, one in enumerate(messages, 1)]
+        return marks_of([*ends, (len(messages), self.cache_control)])
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template is asked for. A template uses the names that it knows."""

@@ -26,6 +26,7 @@ from kvboost.serve.request_fields import (
     text_or_list,
 )
 from kvboost.serve.request_formats import JsonSchema
+from kvboost.serve.request_marks import CacheControl, Marked
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -38,7 +39,7 @@ class Function(Body):
     """Whether calls must keep to the whole of ``parameters``."""
 
 
-class Tool(Body):
+class Tool(Marked):
     type: Literal["function"]
     function: Function
 
@@ -127,14 +128,12 @@ class Thinking(Body):
     """Changes nothing: the model ends its reasoning by itself, or at ``max_tokens``."""
 
 
-class TextPart(Body):
+class TextPart(Marked):
     type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
     text: Text
-    cache_control: dict[str, Any] | None = None
-    """Changes nothing: all text is cached."""
 
 
-class DocumentPart(Body):
+class DocumentPart(Marked):
     """A document that was uploaded to ``/kvboost/documents``."""
 
     type: Literal["document"]
@@ -208,7 +207,7 @@ class Call(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Message(Body):
+class Message(Marked):
     """The fields that are not supported come first: the error about a message names the first wrong
     field."""
 
@@ -258,6 +257,13 @@ class Message(Body):
         """Characters that were sent, about."""
         calls = [call.function.arguments for call in self.tool_calls or ()]
         return sum(map(len, (self.text, *calls, self.reasoning_content or "")))
+
+    @property
+    def mark(self) -> CacheControl | None:
+        """The last mark in this message."""
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        marks = [self.cache_control, *(part.cache_control for part in reversed(parts))]
+        return next((mark for mark in marks if mark is not None), None)
 
     @property
     def documents(self) -> list[DocumentPart]:

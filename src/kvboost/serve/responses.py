@@ -176,7 +176,8 @@ async def deliver(
     closes its connection, cancels the answers and raises ClientGone."""
     server.check_model(model)
     state = request.state
-    call = replace(call, size=call.size + state.body_size, notes=ignored_note(state.ignored))
+    notes = (*call.notes, *ignored_note(state.ignored))
+    call = replace(call, size=call.size + state.body_size, notes=notes)
     if server.settings.log_prompts:
         logger.info("%s prompts %r", state.request_id, call.prompts)
     caller: Tenant = state.tenant

@@ -114,6 +114,8 @@ class ServerSettings:
     session_seconds: float = 600.0
     """Seconds for which the KV of a session is pinned after each turn, unless a request says
     otherwise."""
+    retention_seconds: float = 24 * 3600.0
+    """The most seconds for which ``prompt_cache_retention`` keeps a conversation; 0: not at all."""
     max_sessions: int = 256
     """Sessions that one tenant may have."""
     stored_response_seconds: float = 3600.0
@@ -167,7 +169,7 @@ class ServerSettings:
         whole(self.max_header_bytes, 1024, "max_header_bytes")
         for option in (
             *("head_seconds", "body_seconds", "write_seconds", "drain_seconds"),
-            "stored_response_seconds",
+            *("stored_response_seconds", "retention_seconds"),
         ):
             at_least(getattr(self, option), 0.0, option)
         if self.timeout is not None:

@@ -20,6 +20,7 @@ from kvboost.serve.request_fields import (
     some,
     text_or_list,
 )
+from kvboost.serve.request_marks import CacheControl, Marked
 from kvboost.serve.request_tools import (
     OTHER_PARTS,
     Call,
@@ -31,21 +32,6 @@ from kvboost.serve.request_tools import (
     refuse_other_parts,
     shallow,
 )
-
-
-class CacheControl(Body):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    @property
-    def seconds(self) -> int:
-        return 3600 if self.ttl == "1h" else 300
-
-
-class Marked(Body):
-    """What may be marked as the end of a beginning to keep."""
-
-    cache_control: CacheControl | None = None
 
 
 class TextBlock(Marked):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from kvboost.serve.anthropic.blocks import (
-    AnthropicMessage,
-    CacheControl,
-    Content,
-    Marked,
-    text_of,
-)
+from kvboost.serve.anthropic.blocks import AnthropicMessage, Content, text_of
 from kvboost.serve.request_context import ContextManagement
 from kvboost.serve.request_fields import (
     MAX_MESSAGES,
@@ -37,6 +31,7 @@ from kvboost.serve.request_formats import (
     SchemaDetails,
 )
 from kvboost.serve.request_generation import ReuseOptions
+from kvboost.serve.request_marks import CacheControl, Mark, Marked, marks_of
 from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.request_tools import (
     Function,
@@ -126,13 +121,6 @@ class RequestMetadata(Body):
     user_id: ShortText | None = None
 
 
-class Mark(NamedTuple):
-    """The beginning of a conversation that is to be kept: its tools, and so many chat messages."""
-
-    num_messages: int
-    seconds: int
-
-
 class CountTokensRequest(Body):
     """A conversation whose tokens are to be counted."""
 
@@ -181,20 +169,15 @@ class CountTokensRequest(Body):
         )
 
     def marks(self) -> list[Mark]:
-        """Where ``cache_control`` occurs; of marks with the same lifetime, the last."""
+        """Where ``cache_control`` occurs."""
         before = len(self._system())
-        found = []
         blocks = self.system if isinstance(self.system, list) else []
         first: list[Marked] = [*(self.tools or ()), *blocks]
-        found += [Mark(before, one.cache_control.seconds) for one in first if one.cache_control]
+        ends = [(before, one.cache_control) for one in first]
         for message in self.messages:
             before += len(message.for_chat())
-            if (mark := message.mark) is not None:
-                found.append(Mark(before, mark.seconds))
-        if self.cache_control is not None:
-            found.append(Mark(before, self.cache_control.seconds))
-        last = {mark.seconds: mark for mark in sorted(found)}
-        return list(last.values())
+            ends.append((before, message.mark))
+        return marks_of([*ends, (before, self.cache_control)])
 
     def _system(self) -> list[Message]:
         return [] if self.system is None else [Message(role="system", content=text_of(self.system))]

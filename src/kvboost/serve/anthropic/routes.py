@@ -8,14 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.anthropic.marks import find_kept
 from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.anthropic.request_models import CountTokensRequest, Mark, MessagesRequest
+from kvboost.serve.anthropic.request_models import CountTokensRequest, MessagesRequest
 from kvboost.serve.anthropic.writer import MessageWriter
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.chat import chat_call, chat_prompt
 from kvboost.serve.choices import EngineCall
+from kvboost.serve.marks import find_kept
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.prompts import encode
 from kvboost.serve.responses import deliver
@@ -39,9 +39,9 @@ async def create_message(
     server.check_model(body.model)
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
-    call, marks = await work(caller.counts_as, size, _call, server, caller, body)
-    kept = await find_kept(server, call, marks, size)
-    writer = MessageWriter(server, body, kept, request.state.request_id)
+    call = await work(caller.counts_as, size, _call, server, caller, body)
+    call = replace(call, kept=await find_kept(server, call, body.marks(), size))
+    writer = MessageWriter(server, body, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
 
@@ -72,12 +72,9 @@ async def count_tokens(
     )
 
 
-def _call(
-    server: ServerState, caller: Tenant, body: MessagesRequest
-) -> tuple[EngineCall, list[Mark]]:
-    """What a request asks of the engine, and the beginnings that it marks. For a thread if the
-    request is large."""
+def _call(server: ServerState, caller: Tenant, body: MessagesRequest) -> EngineCall:
+    """What a request asks of the engine. For a thread if the request is large."""
     call = chat_call(server, caller, body.for_chat())
     if call.format_field is not None:
         call = replace(call, format_field="output_config.format")
-    return call, body.marks()
+    return call

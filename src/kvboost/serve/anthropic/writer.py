@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
 from kvboost.serve.answers import Answers, describe
 from kvboost.serve.anthropic.error_form import error_body
-from kvboost.serve.anthropic.marks import Kept
 from kvboost.serve.anthropic.request_models import MessagesRequest
 from kvboost.serve.blocks import Block, Blocks, BlockStep
 from kvboost.serve.choices import Choice
@@ -21,12 +19,9 @@ from kvboost.serve.streaming import event
 class MessageWriter:
     """Writes one message."""
 
-    def __init__(
-        self, server: ServerState, body: MessagesRequest, kept: Kept, request_id: str
-    ) -> None:
+    def __init__(self, server: ServerState, body: MessagesRequest, request_id: str) -> None:
         self._server = server
         self._body = body
-        self._kept = kept
         self._request_id = request_id
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
@@ -37,7 +32,6 @@ class MessageWriter:
         parts = [*choice.parts(choice.result.output_text), *choice.last_parts()]
         for _ in (*self._blocks.feed(parts), *self._blocks.finish()):
             pass
-        self._keep(choice)
         return {
             **self._message(choice),
             "content": [self._content(block) for block in self._blocks.blocks],
@@ -58,7 +52,6 @@ class MessageWriter:
         last = (*self._blocks.feed(choice.last_parts()), *self._blocks.finish())
         for one in self._written(last):
             yield one
-        self._keep(choice)
         report = await describe(self._server, choice)
         yield _event(
             "message_delta",
@@ -127,22 +120,13 @@ class MessageWriter:
 
     def _usage(self, choice: Choice) -> dict[str, int]:
         prompt, read = len(choice.prompt_ids), choice.result.cached_tokens
-        created = max(0, self._kept.num_tokens(choice.prompt_ids) - read)
+        created = max(0, choice.call.kept.num_tokens(choice.prompt_ids) - read)
         return {
             "input_tokens": prompt - read - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": read,
             "output_tokens": len(choice.result.token_ids),
         }
-
-    def _keep(self, choice: Choice) -> None:
-        """Pins the text that was marked."""
-        salt, adapter = choice.call.salt, choice.call.adapter
-        for tokens, seconds in self._kept.beginnings(choice.prompt_ids):
-            ids = choice.prompt_ids[:tokens]
-            told = f"{salt}\0{adapter}\0{seconds}\0{ids}"
-            key = f"cache_control:{blake2b(told.encode(), digest_size=16).hexdigest()}"
-            self._server.kept_kv.keep(key, ids, salt, seconds, adapter)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -40,6 +40,7 @@ from kvboost.serve.request_formats import (
     TextFormat,
 )
 from kvboost.serve.request_generation import ReuseOptions, needs
+from kvboost.serve.request_marks import Retention
 from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.request_tools import (
     Function,
@@ -160,6 +161,8 @@ class ResponseRequest(Body):
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """With ``auto``, a conversation that does not fit the context loses its oldest messages."""
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: Retention | None = None
     # Not in OpenAI's API.
     top_k: TopK | None = None
     min_p: Share | None = None
@@ -173,8 +176,6 @@ class ResponseRequest(Body):
     include: Annotated[list[Included], some(16, least=0)] | None = None
     max_tool_calls: Annotated[int, WHOLE] | None = None
     """Of built-in tools, which there are none of."""
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
     safety_identifier: ShortText | None = None
     service_tier: ShortText | None = None
     user: ShortText | None = None
@@ -218,6 +219,8 @@ class ResponseRequest(Body):
             min_p=self.min_p,
             seed=self.seed,
             ignore_eos=self.ignore_eos,
+            prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
             cache_salt=self.cache_salt,
             kvboost=self.kvboost,
         )

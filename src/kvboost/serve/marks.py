@@ -1,25 +1,27 @@
-"""``cache_control``: which beginning of a prompt a request wants to keep."""
+"""Which beginnings of a prompt are kept, because the request marks them by ``cache_control``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvboost.serve.anthropic.request_models import Mark
-from kvboost.serve.choices import EngineCall
+from kvboost.chat.context_edits import REASONING
 from kvboost.serve.prompts import encode
-from kvboost.serve.server import ServerState
+from kvboost.serve.request_marks import Mark
 from kvboost.tokens.prompt import Conversation
 
-_QUESTION = {"role": "user", "content": "?"}
+if TYPE_CHECKING:
+    from kvboost.serve.choices import EngineCall
+    from kvboost.serve.server import ServerState
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The marked beginnings of a conversation: their token ids with a few more, or None for all,
-    and the seconds for which they are kept."""
+    """The marked beginnings of a conversation: token ids that begin with them and go on otherwise
+    than the prompt, or None for all of the prompt, and the seconds for which they are kept."""
 
     marked: Sequence[tuple[list[int] | None, int]] = ()
 
@@ -47,13 +49,24 @@ async def find_kept(
         if mark.num_messages == len(conversation.messages):
             marked.append((None, mark.seconds))
             continue
-        messages = list(conversation.messages[: mark.num_messages])
-        if not messages or messages[-1]["role"] != "user":
-            messages.append(_QUESTION)  # some chat templates want one
-        beginning = replace(conversation, messages=messages)
-        ids = await server.workers.tokenize(call.tenant, size, encode, server.engine, beginning)
+        # Templates look ahead: some write reasoning only after the last message of the user's. So
+        # all messages stay, and the first that is not marked becomes another one.
+        messages = list(conversation.messages)
+        messages[mark.num_messages] = _altered(messages[mark.num_messages])
+        other = replace(conversation, messages=messages)
+        ids = await server.workers.tokenize(call.tenant, size, encode, server.engine, other)
         marked.append((ids, mark.seconds))
     return Kept(marked)
+
+
+def _altered(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with the same parts, of which all are different."""
+    texts = {name: "?" for name in ("content", *REASONING) if message.get(name)}
+    calls = [
+        {**call, "function": {**call["function"], "name": "?"}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 def _shared(ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
