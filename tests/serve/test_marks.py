@@ -3,10 +3,13 @@ model; its prompts are ``role:content`` of each message, one token per byte."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chat_templates import tokenizer_with
+from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.serve.settings import ApiKey
 
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -15,6 +18,7 @@ TOOL = {"type": "function", "function": {"name": "weather"}}
 SYSTEM = {"role": "system", "content": "sys"}
 HI = {"role": "user", "content": "hi"}
 DAY = 24 * 3600
+TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 
 
 def post(client, path: str = "/v1/chat/completions", key: str = "", **more: Any):
@@ -59,6 +63,47 @@ def test_marks_of_a_chat_are_kept(client, fake, body, expected) -> None:
     answer = post(client, **body)
     assert answer.status_code == 200 and "left out" not in answer.text
     assert kept(fake) == expected
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "GLM-4.6", "gpt-oss-120b", "DeepSeek-V3.1"])
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_mark_holds_in_templates_that_leave_out_reasoning(
+    client, fake, monkeypatch, name: str, asks_again: bool
+) -> None:
+    """They write it between the calls of the last turn only. The mark is at the first of two
+    results, or at that result while the user has asked again."""
+    tokenizer = tokenizer_with((TEMPLATES / f"{name}.jinja").read_text())
+    render = ModelTokenizer(tokenizer).render_chat
+    monkeypatch.setattr(fake, "render", lambda one: render(one.messages, tools=one.tools))
+    fake.context_length = None
+    calls = [
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": f"Thought {number} about the weather.",
+                "tool_calls": [
+                    {
+                        "id": f"t{number}",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": f"t{number}", "content": f"result {number}"},
+        ]
+        for number in range(2)
+    ]
+    calls[0][1] |= MARK
+    end = {"role": "assistant", "content": "Fine.", "reasoning_content": "Thought 2."}
+    more = [end, {"role": "user", "content": "More?"}] if asks_again else []
+    tool = {**TOOL, "function": {"name": "weather", "description": "The weather"}}
+    ask(client, messages=[SYSTEM, HI, *calls[0], *calls[1], *more], tools=[tool])
+    ((pinned, _),) = kept(fake)
+    prompt = bytes(fake.asked[-1]["prompt"])
+    assert prompt.startswith(pinned) and pinned.count(b"result") == 1
+    assert prompt[len(pinned) :].find(b"result 0") < 0 and b"Thought 2" not in prompt
+    assert b"Thought 1" in prompt[len(pinned) :] or b"Thought 1" not in prompt
 
 
 @pytest.mark.parametrize("wrong", [{"type": "ephemeral", "ttl": "2h"}, {"type": "forever"}])
