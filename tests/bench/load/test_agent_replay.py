@@ -14,7 +14,7 @@ from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
 from kvboost.bench.load.agent.checks import Check
-from kvboost.bench.load.agent.replay_report import Replayed, path_problems, replay_figure
+from kvboost.bench.load.agent.replay_report import Replayed, path_problems, replay_figure, show
 from kvboost.bench.load.agent.settings import Settings
 from kvboost.bench.load.agent.traced import Prompt, Traced
 from kvboost.bench.load.serve.clients import SOURCES, Answer
@@ -210,3 +210,16 @@ def test_the_picture_stacks_shares_and_compares_with_the_ideal() -> None:
     left, right = replay_figure(found, "a test").axes
     assert sum(bar.get_height() for bar in left.patches) == pytest.approx(1.0)
     assert [bar.get_height() for bar in right.patches] == [pytest.approx(0.1)]
+
+
+def test_checked_turns_say_how_many_actions_agreed() -> None:
+    checks = tuple(
+        Check("coder", line, moved, 0, 0.25, same_action=same, same_text=False)
+        for line, (moved, same) in enumerate(
+            ((9, True), (9, False), (9, True), (9, None), (0, True)), start=1
+        )
+    )
+    found = replayed(checks=checks, kvboost={"exact": 10, "moved": 90})
+    console = Console(width=100, record=True)
+    console.print(*show(found, {}, found.sessions, (), 1000))
+    assert "coder 5 4 0.2500 0.2500 2 of 3 0" in " ".join(console.export_text().split())

@@ -13,7 +13,12 @@ from kvboost.bench.load.serve.clients import Answer
 ANSWER_TOKENS = 64
 LOGPROBS = 20
 """The most that our server tells."""
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|```.*?(?:```|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_CALL = re.compile(
+    r"<tool_call>(?P<call>.*?)(?P<call_end></tool_call>|\Z)"
+    r"|```(?P<language>[^\n]*\n?)(?P<block>.*?)(?P<block_end>```|\Z)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,13 @@ class Check:
     line: int
     """Where the trace has the request."""
     moved_tokens: int
-    """Rows that were reused and not computed again, though they were read at another place."""
+    """Rows that were reused and not computed again, though they were read at another place, or
+    follow such rows."""
     full_reused_tokens: int
     """Rows that the full prefill reused: 0, or it was none."""
     kl: float
-    same_action: bool
+    same_action: bool | None
+    """None if there is no action to compare within the tokens of an answer."""
     same_text: bool
 
     @classmethod
@@ -40,23 +47,49 @@ class Check:
             reused.moved_tokens,
             sum(rows.values()) - rows["computed"],
             divergence(full.first_logprobs, reused.first_logprobs),
-            action(full.text) == action(reused.text),
+            same_action(action(full.text), action(reused.text)),
             full.text == reused.text,
         )
 
 
-def action(text: str) -> str:
-    """The first tool call or fenced block of an answer, cut off or not; a JSON object if the
-    answer begins with one; else its first line."""
-    text = text.strip()
+@dataclass(frozen=True)
+class Action:
+    """A tool call, a fenced block or a JSON object."""
+
+    text: str
+    is_whole: bool
+    """It was not cut off."""
+
+
+def action(text: str) -> Action | None:
+    """The first of an answer, outside of its reasoning. None if there is none: an agent does
+    nothing in what was answered so far."""
+    text = _THOUGHT.sub("", text).strip()
     if text.startswith("{"):
         try:
             _, end = json.JSONDecoder().raw_decode(text)
         except ValueError:
-            return text  # it is cut off
-        return text[:end]
+            return Action(text, False)
+        return Action(text[:end], True)
     found = _CALL.search(text)
-    return found.group() if found else text.partition("\n")[0].strip()
+    if found is None:
+        return None
+    kind = "call" if found["call"] is not None else "block"
+    return Action(found[kind].strip(), bool(found[f"{kind}_end"]))
+
+
+def same_action(one: Action | None, other: Action | None) -> bool | None:
+    """Whether two actions are the same, as far as both go: text before one of them may have left
+    it fewer tokens. None if neither answer has one, or one was cut off before it says anything."""
+    if one is None or other is None:
+        return None if one is other else False
+    if one.is_whole and other.is_whole:
+        return one.text == other.text
+    if not (one.text and other.text):
+        return None
+    # What was cut off is the beginning of something.
+    is_start = one.text.startswith(other.text) and not other.is_whole
+    return is_start or (other.text.startswith(one.text) and not one.is_whole)
 
 
 def divergence(full: Mapping[str, float], other: Mapping[str, float]) -> float:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from kvboost.bench.kit.figures import Bars, Figure, draw_bars
 from kvboost.bench.kit.tables import dim, ms, percent, table, warning
-from kvboost.bench.load.agent.checks import Check
+from kvboost.bench.load.agent.checks import ANSWER_TOKENS, Check
 from kvboost.bench.load.agent.traced import Traced
 from kvboost.bench.load.serve.clients import SOURCES, Answer
 from kvboost.bench.load.serve.report import problems
@@ -26,6 +26,12 @@ NOTE = dim(
     "others than ours, prompt tokens less cached ones.\nRows of ours: exact; approximate, which "
     "follow moved ones in a text that was read before; moved, as stored;\nmoved and recomputed; "
     "computed.\nfirst tokens: ms by the client's clock, summed; ours ÷: kvboost's sum by this one."
+)
+
+CHECKS_NOTE = dim(
+    "Of the turns with moved rows, against mode baseline. same action: the first tool call, fenced "
+    f"block or\nJSON object of {ANSWER_TOKENS} greedy tokens, as far as both answers go; of the "
+    "turns in which an answer has one."
 )
 
 
@@ -187,6 +193,7 @@ def show(
             yield table(f"{kind}: rows of prompts by source", ("system",), SHARES, cells)
     if found.checks:
         yield _checks_table(found)
+        yield CHECKS_NOTE
     yield NOTE
     yield from map(warning, _left_out(found, planned, unsent, most))
     yield from problems({}, failures)
@@ -295,14 +302,16 @@ def _cells(row: Row, ours_by_this: float | None) -> list[str]:
 def _checks_table(found: Replayed) -> RenderableType:
     def cells(kind: str) -> list[str]:
         own = [one for one in found.checks if kind in (one.kind, ALL)]
-        kls = [one.kl for one in own]
+        moved = [one for one in own if one.moved_tokens]
+        if not moved:
+            return [kind, f"{len(own)}", "0", *("–",) * 4]
+        kls = [one.kl for one in moved]
+        actions = [one.same_action for one in moved if one.same_action is not None]
         return [
-            kind,
-            f"{len(own)}",
-            f"{sum(one.moved_tokens > 0 for one in own)}",
-            *(f"{sum(kls) / len(own):.4f}", f"{max(kls):.4f}"),
-            f"{sum(one.same_action for one in own)}",
-            f"{sum(one.same_text for one in own)}",
+            *(kind, f"{len(own)}", f"{len(moved)}"),
+            *(f"{sum(kls) / len(kls):.4f}", f"{max(kls):.4f}"),
+            f"{sum(actions)} of {len(actions)}",
+            f"{sum(one.same_text for one in moved)}",
         ]
 
     checked = {one.kind for one in found.checks}
