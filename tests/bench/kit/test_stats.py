@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvboost.bench.kit.stats import f1, paired_bootstrap, spearman
+from kvboost.bench.kit.stats import edit_similarity, f1, paired_bootstrap, rouge_l, spearman
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,44 @@ def test_f1_is_that_of_squad(answer, reference, expected) -> None:
 
 def test_f1_takes_the_best_reference() -> None:
     assert f1("New York City", ["Boston", "New York City", "New York"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        # The example of the package rouge-score: 5 of 8 and of 9 words.
+        (
+            "The quick brown dog jumps on the log.",
+            "The quick brown fox jumps over the lazy dog",
+            10 / 17,
+        ),
+        ("police killed the gunman", "police kill the gunman", 3 / 4),
+        ("the gunman kill police", "police kill the gunman", 1 / 2),  # the order counts
+        ("Same, words!", "same words", 1.0),
+        ("one", "two", 0.0),
+        ("", "two", 0.0),
+        ("", ".", 1.0),
+    ],
+)
+def test_rouge_l_is_the_share_of_words_in_the_same_order(answer, reference, expected) -> None:
+    assert rouge_l(answer, reference) == pytest.approx(expected)
+    assert rouge_l(reference, answer) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        ("kitten", "sitting", 1 - 3 / 7),
+        ("saturday", "sunday", 1 - 3 / 8),
+        ("return x", "return  x", 1 - 1 / 9),  # spaces count: they are code
+        ("same", "same", 1.0),
+        ("abc", "", 0.0),
+        ("", "", 1.0),
+    ],
+)
+def test_edit_similarity_is_that_of_levenshtein(answer, reference, expected) -> None:
+    assert edit_similarity(answer, reference) == pytest.approx(expected)
+    assert edit_similarity(reference, answer) == pytest.approx(expected)
 
 
 def test_an_interval_is_that_of_the_normal_distribution_for_many_values() -> None:

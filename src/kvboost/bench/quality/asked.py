@@ -7,10 +7,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvboost import ConfigError, GenerationMode, KVBoost, SpanKind
-from kvboost.bench.kit.benchmark import option
+from kvboost import ConfigError, GenerationMode, GenerationResult, KVBoost, SpanKind
 from kvboost.bench.kit.stats import f1
-from kvboost.bench.quality.rows import DEFAULT_KEPT, Row
+from kvboost.bench.quality.rows import DEFAULT_KEPT, LongAnswer, Row
+from kvboost.bench.quality.tasks import Asking, LongQuestion
+from kvboost.bench.texts.prompts import fragments
 from kvboost.bench.texts.questions import Question
 from kvboost.config import MOST_CONTEXTS
 from kvboost.results import kl_divergence
@@ -41,16 +42,6 @@ EDITED_LINE = "It is 12:31 on Tuesday; branch main, 3 files changed.\n\n"
 ALL_CHUNKS = 1_000_000
 MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How questions are asked."""
-
-    passages: int = option(8, "Passages in a prompt.", least=2)
-    passage_tokens: int = option(256, "The most tokens of a passage.", least=64)
-    answer_tokens: int = option(16, "The most tokens of an answer.", least=1)
-    orders: int = option(3, "Earlier requests of donor kind orders.", least=1)
 
 
 @dataclass(frozen=True)
@@ -103,19 +94,24 @@ class Asked:
         self._asking = asking
         self._documents = self._cut(question)
         self._others = self._cut(other)
-        ask = f"Question: {question.question}\nAnswer in a few words."
-        self.prompt = engine.arrange(None, self._documents, ask, cache_salt="none").prompt
+        begun = fragments(engine.encode)(question.begun) if question.begun else []
+        arranged = engine.arrange(None, self._documents, question.ask, cache_salt="none")
+        self.prompt = [*arranged.prompt, *begun]
         baseline = GenerationMode.BASELINE
-        full = engine.generate(self.prompt, asking.answer_tokens, baseline)
-        self.answer = full.token_ids
-        self.full_f1 = f1(full.output_text, question.answers)
+        tokens = asking.longest_answer
+        self._full = engine.generate(self.prompt, tokens, baseline)
+        self._full_checked = self._checked(self._full)
+        self.answer = self._full.token_ids
         scored = engine.score(self.prompt, self.answer, baseline)
         self.logits, self._full_ms = scored.logits, scored.timings.total_ms
-        bare = engine.arrange(None, [ask], "", cache_salt="none").prompt
-        guessed = engine.generate(bare, asking.answer_tokens, baseline)
-        self._no_context_f1 = f1(guessed.output_text, question.answers)
+        bare = [*engine.arrange(None, [question.ask], "", cache_salt="none").prompt, *begun]
+        self._guessed = engine.generate(bare, tokens, baseline)
         without = engine.score(bare, self.answer, baseline).logits
         self._no_context_kl = Comparison.of(self.logits, without).kl
+
+    @property
+    def task(self) -> str:
+        return self._asking.task
 
     def through(self, engine: KVBoost, kept: str) -> Asked:
         """The same question and answer for another engine on the same model."""
@@ -241,23 +237,49 @@ class Asked:
     def row(
         self, engine: KVBoost, compared: Comparison, how: dict[str, Any], **figures: Any
     ) -> Row:
-        """What was compared, and the F1 of the answer that ``engine`` gives. The same greedy text
+        """What was compared, and how good the answer is that ``engine`` gives. The same greedy text
         needs no second answer."""
-        found = self.full_f1
+        answer = self._full
         if compared.first_difference is not None:
-            tokens = self._asking.answer_tokens
-            result = engine.generate(self.prompt, tokens, keep=False, **how)
-            found = f1(result.output_text, self._question.answers)
+            answer = engine.generate(self.prompt, self._asking.longest_answer, keep=False, **how)
         return Row(
             question=self._question.question,
             kl=compared.kl,
             kl_by_token=compared.kl_by_token,
             top1=compared.top1,
             first_difference=compared.first_difference,
-            f1=found,
-            full_f1=self.full_f1,
-            no_context_f1=self._no_context_f1,
+            f1=self._f1(answer),
+            full_f1=self._f1(self._full),
+            no_context_f1=self._f1(self._guessed),
             no_context_kl=self._no_context_kl,
             kept=self._kept,
+            long=self._long(answer),
             **figures,
         )
+
+    def _f1(self, answer: GenerationResult) -> float | None:
+        answers = self._question.answers
+        return f1(answer.output_text, answers) if answers else None
+
+    def _long(self, answer: GenerationResult) -> LongAnswer | None:
+        question, full = self._question, self._full
+        if not isinstance(question, LongQuestion):
+            return None
+        parses, passes = self._full_checked if answer is full else self._checked(answer)
+        full_parses, full_passes = self._full_checked
+        return LongAnswer(
+            self.task,
+            question.likeness(answer.output_text, full.output_text),
+            question.likeness(self._guessed.output_text, full.output_text),
+            parses,
+            full_parses,
+            passes,
+            full_passes,
+        )
+
+    def _checked(self, answer: GenerationResult) -> tuple[bool | None, bool | None]:
+        """Whether the code in an answer parses, and whether it is right."""
+        if not isinstance(self._question, LongQuestion):
+            return None, None
+        is_whole = answer.finish_reason != "length"
+        return self._question.check(answer.output_text, is_whole=is_whole)

@@ -2,9 +2,10 @@
 
 The passages of each question follow the chat template's header in a prompt. They were read before
 in one of several ways, the donor kinds. A strategy then serves the prompt, and its distributions
-over the full model's own answer are compared with those of the full model. Engines may also differ
-in how they cut text into chunks and in how many bits they keep it. Rows are kept as they are
-measured, so that an interrupted run goes on and several processes share one.
+over the full model's own answer are compared with those of the full model. Instead of a question,
+something long may be asked for, such as a summary (``--task``). Engines may also differ in how they
+cut text into chunks and in how many bits they keep it. Rows are kept as they are measured, so that
+an interrupted run goes on and several processes share one.
 """
 
 from __future__ import annotations
@@ -16,24 +17,41 @@ from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
+from rich.console import RenderableType
+
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
-from kvboost.bench.quality.asked import DONORS, MOST_BYTES, Asked, Asking, Cell
-from kvboost.bench.quality.noise import NOISE, NOISE_KINDS, NoiseFloor
-from kvboost.bench.quality.rows import DEFAULT_KEPT, Row, append_rows, load_rows, saved_rows
+from kvboost.bench.kit.figures import Figure
+from kvboost.bench.quality.asked import DONORS, MOST_BYTES, Asked, Cell
+from kvboost.bench.quality.long_tables import long_figure, long_tables
+from kvboost.bench.quality.noise import NoiseFloor, kinds_of
+from kvboost.bench.quality.rows import (
+    DEFAULT_KEPT,
+    NOISE,
+    QUESTIONS,
+    Row,
+    append_rows,
+    load_rows,
+    saved_rows,
+)
 from kvboost.bench.quality.summary import (
     COLUMNS,
     RATIO_FREE,
+    Summary,
     markdown_table,
     pool,
     quality_figure,
     quality_tables,
     summarize,
 )
-from kvboost.bench.texts.questions import Question, choose_questions, make_questions
+from kvboost.bench.quality.tasks import Asking, choose
+from kvboost.bench.texts.questions import Question, make_questions
 from kvboost.config import CHUNKING, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
 from kvboost.model.load import LoadedModel, load
 from kvboost.progress import Progress
+
+DECODING = 20
+"""A token of an answer takes about as long as so many of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +76,6 @@ class Settings(Asking, ModelSettings):
         "donors": ("header",),
     }
 
-    datasets: tuple[str, ...] = option(
-        (),
-        "JSON lines with question, answers and passages; made-up questions if not given.",
-        "dataset",
-    )
     strategies: tuple[str, ...] = option(
         ("auto", "random", "cacheblend", "selective", "none"),
         "How moved text is repaired; random takes as many rows as auto has paid for.",
@@ -86,10 +99,12 @@ class Settings(Asking, ModelSettings):
     )
     chunk_sizes: tuple[int, ...] = option((128,), "Tokens of a chunk.", "chunk-size", least=8)
     bits: tuple[int, ...] = option((16,), "Bits of a kept number.", choices=KV_BITS)
-    limit: int | None = option(None, "Questions of every file; 20 if they are made up.", least=1)
-    part: str = option("1/1", "2/3: every third question, from the second.")
     margin: float = option(0.03, "Loss of F1 that is called none.", least=0)
-    noise: bool = option(False, "Also measure bfloat16 on the same answers; needs float32.")
+    noise: bool = option(
+        False,
+        "Also measure bfloat16 on the same answers, the floor of the deviation; needs float32. "
+        "Slow where a processor has no bfloat16.",
+    )
     save: str | None = option(
         None, "Keep every row, as JSON lines, at once. What the file has is not measured again."
     )
@@ -119,14 +134,18 @@ class Settings(Asking, ModelSettings):
 
     @property
     def rows_per_question(self) -> int:
-        noise = len(NOISE_KINDS) if self.noise else 0
+        noise = len(kinds_of(self.task)) if self.noise else 0
         return len(self.kept) * len(self.donors) * len(self.cells) + noise
 
     def tokens_read(self) -> float:
         served = 1 + 0.4 * len(self.cells)
         prompt = self.passages * min(self.passage_tokens, 220)
         questions = (self.limit or 20) * max(1, len(self.datasets))
-        return prompt * questions * (2 + len(self.kept) * len(self.donors) * served)
+        cells = len(self.kept) * len(self.donors)
+        written = 0
+        if self.task != QUESTIONS:
+            written = DECODING * self.longest_answer * (2 + cells * len(self.cells))
+        return questions * (prompt * (2 + cells * served) + written)
 
 
 def describe_donor(donor: str) -> str:
@@ -150,14 +169,28 @@ def run(settings: Settings, bench: Bench) -> Report:
                 for (strategy, ratio), mean_kl in pooled.items()
             ],
         },
-        [COLUMNS, *quality_tables(summaries, describe_donor, settings.margin)],
-        draw=partial(quality_figure, summaries),
+        list(_tables(summaries, settings.margin)),
+        draw=partial(_figure, summaries),
     )
+
+
+def _tables(summaries: Sequence[Summary], margin: float) -> Iterator[RenderableType]:
+    """Those of questions, then those of long answers."""
+    if questions := [one for one in summaries if one.long is None]:
+        yield COLUMNS
+        yield from quality_tables(questions, describe_donor, margin)
+    if len(questions) < len(summaries):
+        yield from long_tables(summaries, describe_donor)
+
+
+def _figure(summaries: Sequence[Summary], title: str) -> Figure:
+    has_long = any(one.long is not None for one in summaries)
+    return (long_figure if has_long else quality_figure)(summaries, title)
 
 
 def _measure_all(settings: Settings, bench: Bench) -> list[Row]:
     """Measures what the file of an earlier run does not have yet, and adds it there."""
-    questions = choose_questions(settings.datasets, settings.limit, settings.part)
+    questions = choose(settings)
     known = {row.key: row for row in saved_rows(settings.save)}
     loaded = bench.load_model()
     noise = None
@@ -231,7 +264,7 @@ def measure(
                 engine.forget_salt(salt)
             if noise is not None:
                 rows += noise.rows(asked)
-                for _ in NOISE_KINDS:
+                for _ in kinds_of(settings.task):
                     on_cell()
             yield rows
     finally:
@@ -247,5 +280,5 @@ def _keys(question: Question, settings: Settings) -> Iterator[tuple[str, str, st
         for cell in settings.cells:
             yield question.question, donor, str(kept), cell.name, cell.ratio
     if settings.noise:
-        for kind in NOISE_KINDS:
+        for kind in kinds_of(settings.task):
             yield question.question, NOISE, DEFAULT_KEPT, kind, 0.0

@@ -6,14 +6,16 @@ from typing import Any
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.bench.quality.asked import MOST_BYTES, Asked, Comparison
-from kvboost.bench.quality.rows import Row
+from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, QUESTIONS, Row
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel
 
-NOISE = "noise"
-NOISE_KINDS = ("bfloat16", "two shapes")
-"""Full prefill in bfloat16 against float32; and in bfloat16 in slices against in one piece."""
 WHOLE, SLICED = 1 << 20, 192
+
+
+def kinds_of(task: str) -> tuple[str, ...]:
+    """Long answers are compared with those in float32 only."""
+    return NOISE_KINDS if task == QUESTIONS else NOISE_KINDS[:1]
 
 
 class NoiseFloor:
@@ -30,15 +32,12 @@ class NoiseFloor:
 
     def rows(self, asked: Asked) -> list[Row]:
         exact: dict[str, Any] = {"mode": GenerationMode.PREFIX_CACHE, "cache_salt": NOISE}
-        whole, sliced = (
-            engine.score(asked.prompt, asked.answer, **exact).logits
-            for engine in (self._whole, self._sliced)
-        )
-        compared = (Comparison.of(asked.logits, whole), Comparison.of(whole, sliced))
-        return [
-            asked.row(
+        expected, rows = asked.logits, []
+        for kind, engine in zip(kinds_of(asked.task), (self._whole, self._sliced), strict=False):
+            given = engine.score(asked.prompt, asked.answer, **exact).logits
+            row = asked.row(
                 engine,
-                comparison,
+                Comparison.of(expected, given),
                 exact,
                 donor=NOISE,
                 strategy=kind,
@@ -46,10 +45,9 @@ class NoiseFloor:
                 ttft_ratio=1.0,
                 charged_share=1.0,
             )
-            for kind, engine, comparison in zip(
-                NOISE_KINDS, (self._whole, self._sliced), compared, strict=True
-            )
-        ]
+            rows.append(row)
+            expected = given
+        return rows
 
     def close(self) -> None:
         self._whole.close()

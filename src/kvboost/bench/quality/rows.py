@@ -12,6 +12,29 @@ from pathlib import Path
 from kvboost import ConfigError
 
 DEFAULT_KEPT = "fixed 128, 16 bits"
+NOISE = "noise"
+"""The donor kind of the noise floor."""
+NOISE_KINDS = ("bfloat16", "two shapes")
+"""Full prefill in bfloat16 against float32; and in bfloat16 in slices against in one piece."""
+QUESTIONS = "questions"
+"""The task whose answers are short."""
+
+
+@dataclass(frozen=True)
+class LongAnswer:
+    """A long answer beside full prefill's own."""
+
+    task: str
+    likeness: float
+    """1 if it is the same text."""
+    no_passages_likeness: float
+    """Of the answer without passages."""
+    parses: bool | None = None
+    """Whether it is a function; None if it is no code."""
+    full_parses: bool | None = None
+    passes: bool | None = None
+    """Whether the function does what was asked for; None if nothing can tell."""
+    full_passes: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -28,8 +51,9 @@ class Row:
     """The share of the answer's tokens that stay the likeliest."""
     first_difference: int | None
     """The first token that does not; None if the greedy answer is the same text."""
-    f1: float
-    full_f1: float
+    f1: float | None
+    """None of a long answer."""
+    full_f1: float | None
     ttft_ratio: float
     """Time until the answer's logits were there, as a share of full prefill's."""
     charged_share: float
@@ -46,6 +70,8 @@ class Row:
     """Of the answer without passages."""
     no_context_kl: float | None = None
     """Of the distributions without passages, over the same answer."""
+    long: LongAnswer | None = None
+    """None of a question."""
 
     @property
     def cell(self) -> tuple[str, str, str, float]:
@@ -55,6 +81,10 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str, str, float]:
         return self.question, *self.cell
+
+    @property
+    def task(self) -> str:
+        return QUESTIONS if self.long is None else self.long.task
 
 
 def append_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
@@ -70,7 +100,10 @@ def load_rows(paths: Sequence[str | os.PathLike[str]]) -> list[Row]:
         try:
             for line in Path(path).read_text().splitlines():
                 read = json.loads(line)
-                row = Row(**{**read, "kl_by_token": tuple(read.get("kl_by_token", ()))})
+                read["kl_by_token"] = tuple(read.get("kl_by_token", ()))
+                if read.get("long") is not None:
+                    read["long"] = LongAnswer(**read["long"])
+                row = Row(**read)
                 rows[row.key] = row
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} holds no rows that --save wrote: {error}") from error

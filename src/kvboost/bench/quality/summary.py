@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ from rich.table import Table
 from kvboost.bench.kit.figures import Figure, draw_lines
 from kvboost.bench.kit.stats import paired_bootstrap, spearman
 from kvboost.bench.kit.tables import dim, percent, table
-from kvboost.bench.quality.rows import Row
+from kvboost.bench.quality.long_summary import LongSummary, summarize_long
+from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, Row
 
 RATIO_FREE = ("none", "selective")
 """Strategies that no ratio changes: they run once."""
@@ -63,11 +64,12 @@ class Summary:
     top1: float
     same_text: float
     first_difference: float | None
-    f1: float
-    full_f1: float
-    f1_difference: tuple[float, float]
+    f1: float | None
+    """This, and what rests on it, is None of long answers."""
+    full_f1: float | None
+    f1_difference: tuple[float, float] | None
     """95 % interval of the mean paired difference."""
-    f1_at_least: float
+    f1_at_least: float | None
     """Lower end of the one-sided 95 % interval of the mean paired difference."""
     answered: int
     """How many questions full prefill answers."""
@@ -84,27 +86,37 @@ class Summary:
     charged_flops: float
     hit_rate: float
     bytes_per_token: float
+    long: LongSummary | None = None
+    """None of questions."""
 
-    def is_within(self, margin: float) -> bool:
+    def is_within(self, margin: float) -> bool | None:
         """Whether F1 is not lower than full prefill's by ``margin``."""
-        return self.f1_at_least > -margin
+        return None if self.f1_at_least is None else self.f1_at_least > -margin
 
 
 def summarize(rows: Iterable[Row]) -> list[Summary]:
-    """Rows by donor, way of keeping, strategy and ratio, in the order they came."""
-    groups: dict[tuple[str, str, str, float], list[Row]] = {}
+    """Rows by task, donor, way of keeping, strategy and ratio, in the order they came."""
+    groups: dict[tuple[str, tuple[str, str, str, float]], list[Row]] = {}
+    floor: dict[str, Row] = {}
     for row in rows:
-        groups.setdefault(row.cell, []).append(row)
-    return [_summary(key, group) for key, group in groups.items()]
+        groups.setdefault((row.task, row.cell), []).append(row)
+        if (row.donor, row.strategy) == (NOISE, NOISE_KINDS[0]):
+            floor[row.question] = row
+    return [_summary(cell, group, floor) for (_, cell), group in groups.items()]
 
 
-def _summary(key: tuple[str, str, str, float], rows: Sequence[Row]) -> Summary:
+def _summary(
+    key: tuple[str, str, str, float], rows: Sequence[Row], floor: Mapping[str, Row]
+) -> Summary:
     def mean(name: str) -> float:
         return float(statistics.mean(getattr(row, name) for row in rows))
 
     first = [row.first_difference for row in rows if row.first_difference is not None]
-    answered = [row.f1 for row in rows if row.full_f1 >= ANSWERED_F1]
-    differences = [row.f1 - row.full_f1 for row in rows]
+    pairs = [
+        (row.f1, row.full_f1) for row in rows if row.f1 is not None and row.full_f1 is not None
+    ]
+    answered = [f1 for f1, full in pairs if full >= ANSWERED_F1]
+    differences = [f1 - full for f1, full in pairs]
     return Summary(
         *key,
         count=len(rows),
@@ -115,10 +127,10 @@ def _summary(key: tuple[str, str, str, float], rows: Sequence[Row]) -> Summary:
         top1=mean("top1"),
         same_text=1 - len(first) / len(rows),
         first_difference=statistics.median(first) if first else None,
-        f1=mean("f1"),
-        full_f1=mean("full_f1"),
-        f1_difference=paired_bootstrap(differences),
-        f1_at_least=paired_bootstrap(differences, level=0.9)[0],
+        f1=mean("f1") if pairs else None,
+        full_f1=mean("full_f1") if pairs else None,
+        f1_difference=paired_bootstrap(differences) if pairs else None,
+        f1_at_least=paired_bootstrap(differences, level=0.9)[0] if pairs else None,
         answered=len(answered),
         answered_f1=statistics.mean(answered) if answered else None,
         gap_f1=_gap_f1(rows),
@@ -129,6 +141,7 @@ def _summary(key: tuple[str, str, str, float], rows: Sequence[Row]) -> Summary:
         charged_flops=mean("charged_flops"),
         hit_rate=mean("hit_rate"),
         bytes_per_token=mean("bytes_per_token"),
+        long=summarize_long(rows, floor),
     )
 
 
@@ -141,15 +154,15 @@ def _by_token(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def _gap_f1(rows: Sequence[Row]) -> float | None:
-    known = [(row.f1, row.full_f1, row.no_context_f1) for row in rows]
-    without = [one for _, _, one in known if one is not None]
-    if len(without) < len(rows):
+    known = [
+        (row.f1, row.full_f1, row.no_context_f1)
+        for row in rows
+        if row.f1 is not None and row.full_f1 is not None and row.no_context_f1 is not None
+    ]
+    if len(known) < len(rows):
         return None
-    least = statistics.mean(without)
-    gained = statistics.mean(full for _, full, _ in known) - least
-    if gained < LEAST_GAP:
-        return None
-    return (statistics.mean(f1 for f1, _, _ in known) - least) / gained
+    f1, full, least = (statistics.mean(values) for values in zip(*known, strict=True))
+    return (f1 - least) / (full - least) if full - least >= LEAST_GAP else None
 
 
 def _gap_kl(rows: Sequence[Row]) -> float | None:
@@ -202,25 +215,31 @@ def quality_tables(
         )
 
 
-def _ratio(one: Summary) -> str:
+def ratio_of(one: Summary) -> str:
     return "–" if one.strategy in RATIO_FREE or not one.ratio else f"{one.ratio:.0%}"
 
 
+def _known_f1(one: Summary) -> tuple[float, float, tuple[float, float]]:
+    """F1 with reuse and with full prefill, and its difference."""
+    assert one.f1 is not None and one.full_f1 is not None and one.f1_difference is not None
+    return one.f1, one.full_f1, one.f1_difference
+
+
 def _cells(one: Summary) -> list[str]:
-    low, high = one.f1_difference
+    f1, full, (low, high) = _known_f1(one)
     return [
-        *(one.strategy, _ratio(one)),
+        *(one.strategy, ratio_of(one)),
         *(f"{one.charged_share:.1%}", f"{one.mean_kl:.4f}", f"{one.median_kl:.4f}"),
         *(f"{one.top1:.0%}", f"{one.same_text:.0%}"),
         "–" if one.first_difference is None else f"{one.first_difference:.0f}",
-        *(f"{one.f1:.2f}/{one.full_f1:.2f}", f"{low:+.2f}…{high:+.2f}", f"{one.ttft_ratio:.2f}"),
+        *(f"{f1:.2f}/{full:.2f}", f"{low:+.2f}…{high:+.2f}", f"{one.ttft_ratio:.2f}"),
     ]
 
 
 def _more_cells(one: Summary, margin: float) -> list[str]:
     groups = [one.kl_by_token[low:high] for low, high in TOKEN_GROUPS]
     return [
-        *(one.strategy, _ratio(one), f"{one.charged_flops:.1%}", f"{one.p90_kl:.3f}"),
+        *(one.strategy, ratio_of(one), f"{one.charged_flops:.1%}", f"{one.p90_kl:.3f}"),
         *(f"{statistics.mean(group):.3f}" if group else "–" for group in groups),
         *(percent(one.gap_f1), percent(one.gap_kl)),
         "–" if one.answered_f1 is None else f"{one.answered_f1:.2f} ({one.answered})",
@@ -230,27 +249,46 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
 
 
 def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]) -> str:
-    """The table in Markdown, as in docs/reuse-experiments.md."""
+    """The table in Markdown, as in docs/reuse-experiments.md; a second one of long answers."""
+    long = [one for one in summaries if one.long is not None]
+    short = [one for one in summaries if one.long is None]
+    tables = ((short, _F1_HEADINGS), (long, _LIKENESS_HEADINGS))
+    return "\n".join(_markdown(own, headings, described) for own, headings in tables if own)
+
+
+_F1_HEADINGS = ("F1 (full)", "F1 difference", "gap kept")
+_LIKENESS_HEADINGS = ("likeness", "95 %", "of the floor's")
+
+
+def _markdown(
+    summaries: Sequence[Summary], last_headings: Sequence[str], described: Callable[[str], str]
+) -> str:
     headings = [
         *("read before", "strategy", "ratio", "charged", "FLOPs", "mean KL", "median", "90 %"),
-        *("top-1", "same text", "F1 (full)", "F1 difference", "gap kept"),
+        *("top-1", "same text", *last_headings),
     ]
     lines = ["| " + " | ".join(headings) + " |", "| --- | --- |" + " ---: |" * (len(headings) - 2)]
     last = None
     for one in summaries:
-        name = described(one.donor)
-        low, high = one.f1_difference
+        name = described(one.donor) if one.long is None else f"{one.long.task}: {one.donor}"
         cells = [
-            *("" if name == last else name, one.strategy, _ratio(one)),
+            *("" if name == last else name, one.strategy, ratio_of(one)),
             *(f"{one.charged_share:.1%}", f"{one.charged_flops:.1%}"),
             *(f"{kl:.3f}".lstrip("0") for kl in (one.mean_kl, one.median_kl, one.p90_kl)),
-            *(f"{one.top1:.1%}", f"{one.same_text:.0%}"),
-            *(f"{one.f1:.3f} ({one.full_f1:.3f})", f"{low:+.2f} … {high:+.2f}"),
-            percent(one.gap_f1),
+            *(f"{one.top1:.1%}", f"{one.same_text:.0%}", *_answer_cells(one)),
         ]
         last = name
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _answer_cells(one: Summary) -> tuple[str, str, str]:
+    if one.long is None:
+        f1, full, (low, high) = _known_f1(one)
+        return f"{f1:.3f} ({full:.3f})", f"{low:+.2f} … {high:+.2f}", percent(one.gap_f1)
+    like, floor = one.long.likeness, one.long.floor
+    share = None if floor is None else floor.likeness_share
+    return f"{like.mean:.3f}", f"{like.low:.2f} … {like.high:.2f}", percent(share)
 
 
 def quality_figure(summaries: Sequence[Summary], title: str) -> Figure:

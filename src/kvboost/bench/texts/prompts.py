@@ -111,13 +111,19 @@ def passages() -> tuple[tuple[str, str], ...]:
     """(where, text) of the sources in pieces that end where a paragraph does."""
     found: list[tuple[str, str]] = []
     for name, source in sources():
-        piece = ""
-        for block in source.split("\n\n"):
-            piece += f"{block}\n\n"
-            if len(piece) >= PIECE_CHARACTERS:
-                found.append((f"{name}, part {len(found)}", piece.strip()))
-                piece = ""
+        for piece in pieces(source, PIECE_CHARACTERS):
+            found.append((f"{name}, part {len(found)}", piece))
     return tuple(found)
+
+
+def pieces(text: str, least: int) -> Iterator[str]:
+    """Whole paragraphs of at least so many characters together; a short rest is left out."""
+    piece = ""
+    for block in text.split("\n\n"):
+        piece += f"{block}\n\n"
+        if len(piece) >= least:
+            yield piece.strip()
+            piece = ""
 
 
 def _code() -> Iterator[str]:

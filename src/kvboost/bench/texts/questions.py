@@ -35,6 +35,16 @@ class Question:
     """Each is right on its own."""
     passages: tuple[str, ...]
 
+    @property
+    def ask(self) -> str:
+        """What a prompt says after the passages."""
+        return f"Question: {self.question}\nAnswer in a few words."
+
+    @property
+    def begun(self) -> str:
+        """With what the answer begins: the model goes on from there."""
+        return ""
+
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     """The questions in a file of JSON lines, one each; blank lines are skipped."""
