@@ -90,7 +90,7 @@ def test_tables_are_80_columns_wide_and_say_what_is_missing() -> None:
     noise = [row(n, NOISE) for n in (0, 1)]
     many = [row(n, strategy="cacheblend") for n in range(3)]
     for rows, warned in (
-        ([*many, *noise], ("few examples: 2", "the floor has 2 examples")),
+        ([*many, *noise], ("few examples: 3", "the floor was measured on 2 of 3")),
         (many, ("few examples: 3", "no floor was measured")),
     ):
         console = Console(width=80, record=True)

@@ -89,17 +89,22 @@ def long_tables(
 
 
 def _warnings(known: Sequence[tuple[Summary, LongSummary]]) -> Iterator[str]:
-    few = min(one.count for one, _ in known)
-    if few < FEW:
-        yield f"few examples: {few}. Intervals from fewer than {FEW} are too narrow."
+    counts = [one.count for one, _ in known if one.donor != NOISE]
+    if not counts:
+        return
+    if min(counts) < FEW:
+        yield f"few examples: {min(counts)}. Intervals from fewer than {FEW} are too narrow."
     beside = [long.floor.count for one, long in known if long.floor and one.donor != NOISE]
     if not beside:
         yield (
             "no floor was measured: --noise with --dtype float32 adds full prefills in bfloat16. "
             "Where these are slow, add them for some examples: --limit 2 --noise --save FILE."
         )
-    elif min(beside) < max(one.count for one, _ in known):
-        yield f"the floor has {min(beside)} examples; all columns of it compare these only."
+    elif min(beside) < max(counts):
+        yield (
+            f"the floor was measured on {min(beside)} of {max(counts)} examples: what is compared "
+            "with it is compared on these."
+        )
 
 
 def _name(one: Summary) -> str:
