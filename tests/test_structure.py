@@ -17,6 +17,7 @@ SRC = Path(kvboost.__file__).parent
 BASE = {"config", "errors", "results", "progress"}
 MAY_IMPORT = {  # the architecture: a package imports the packages that it names here, and no others
     "config": {"errors"},
+    "results": {"config", "errors"},
     "progress": {"config"},
     "tokens": BASE,
     "cache": BASE | {"tokens"},

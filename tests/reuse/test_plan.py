@@ -14,8 +14,9 @@ from kvboost import SpanKind
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.quantize import KVData, Quantizer, plain
+from kvboost.config import LEAST_MOVED
 from kvboost.reuse.assemble import place
-from kvboost.reuse.plan import LEAST_MOVED, LEAST_TOKENS, choose, make_plan
+from kvboost.reuse.plan import LEAST_TOKENS, choose, make_plan
 from kvboost.reuse.rope import Rotation
 
 

@@ -130,6 +130,6 @@ class ChunkData:
 
     def on_described(self, info: ChunkInfo) -> None: ...
 
-    def on_gone(self, key: ChunkKey) -> None:
+    def on_gone(self, key: ChunkKey, how: str = "evicted") -> None:
         self._known.discard(key)
         self._gone.append(key)

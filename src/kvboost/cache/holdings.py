@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.departed import Departed
 from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.lookup.catalogue import Catalogue
@@ -46,6 +47,7 @@ class Holdings:
         """Chunks that requests are copying, and how many do."""
         self._kept = Pins(max_pinned_bytes)  # by the user, until unpinned
         self.counts: Counter[str] = Counter()
+        self.departed = Departed()
         self._listener: StoreListener | None = None
         self._announced_root: ChunkKey | None = None
 
@@ -132,10 +134,12 @@ class Holdings:
         self.settle_pins()  # onto the exact rows
         return dropped
 
-    def drop(self, keys: Sequence[ChunkKey]) -> None:
+    def drop(self, keys: Sequence[ChunkKey], how: str = "") -> None:
+        """Takes chunks out of the books. ``how``: what explanations say of it; nothing if other
+        chunks hold the same text."""
         self.residency.drop(keys)
         for key in keys:
-            self.on_gone(key)
+            self.on_gone(key, how)
 
     def release(self, keys: Sequence[ChunkKey]) -> None:
         """A request does not use these any more."""
@@ -250,8 +254,10 @@ class Holdings:
     def on_described(self, info: ChunkInfo) -> None:
         self.catalogue.describe(info)
 
-    def on_gone(self, key: ChunkKey) -> None:
+    def on_gone(self, key: ChunkKey, how: str = "evicted") -> None:
         if key in self.catalogue:
+            if how:
+                self.departed.note(self.catalogue.info(key), how)
             self.catalogue.remove(key)
             if self._listener is not None:
                 self._listener.on_gone(key)

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvboost.cache.admission import Admission, Pack
 from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.departed import gone_rows
 from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
@@ -33,10 +34,13 @@ from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
 from kvboost.results import Pin
+from kvboost.results.explaining import SHOWN_TOKENS, Traces
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 DROPPED_AT_ONCE = 64
 """Chunks that are forgotten while the lock is held: some milliseconds."""
+MOST_ROOTS_TRACED = 64
+"""Other roots in which an explanation looks for text."""
 
 
 class ChunkLost(Exception):
@@ -63,6 +67,7 @@ class ChunkStore:
         of attending to one token, in rows computed: chunks late in a text cost more to compute.
         ``max_pinned_bytes`` bounds what :meth:`pin` protects."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
+        self._secret = secret
         self._naming = Naming(cut, origin, secret=secret)
         self._holdings = holdings = Holdings(
             tiers,
@@ -150,6 +155,46 @@ class ChunkStore:
             with self._lock:
                 self._holdings.release(keys)
                 self._holdings.residency.drop_unfetched([*in_remote, *keys])
+
+    def following(
+        self, root: ChunkKey, in_place: Sequence[Hit], token_ids: TokenIds, count: int
+    ) -> TokenIds:
+        """The next ``count`` tokens, as far as there are any, of the cached text that begins with
+        the ``in_place`` hits of a prompt. Where it branches, of the branch that shares most with
+        the prompt."""
+        with self._lock:
+            found = self._holdings.catalogue.following(root, in_place, token_ids, count)
+        return found[:count]
+
+    def trace(
+        self,
+        token_ids: TokenIds,
+        root: ChunkKey,
+        *,
+        at: float,
+        row: int,
+        path: Sequence[tuple[ChunkKey, int]],
+        donors: Sequence[tuple[ChunkKey, int]],
+        elsewhere: bool,
+        other_salts: bool,
+    ) -> Traces:
+        """What can be told of a prompt that was planned at the time ``at``, for an explanation.
+        ``row``: the first one that was not found in place; ``path``: the chunks that served the
+        rows before it, and where they end; ``donors``: chunks that were moved, and their first
+        token. ``elsewhere`` looks for its text at other positions, ``other_salts`` under other
+        roots."""
+        with self._lock:
+            catalogue = self._holdings.catalogue
+            left = self._holdings.departed.until(at)
+            before = [tuple(catalogue.before(*one, SHOWN_TOKENS).tolist()) for one in donors]
+            used = {key for key, _ in path}
+            places = catalogue.elsewhere(root, token_ids, row, used) if elsewhere else []
+        under_others: list[tuple[int, int]] = []
+        for other in sorted(self.roots() - {root})[:MOST_ROOTS_TRACED] if other_salts else ():
+            with self._lock:
+                under_others += catalogue.known_under(other, token_ids, row)
+        gone = gone_rows(left, [(root, 0), *path], token_ids, self._secret)
+        return Traces(tuple(gone), tuple(places), tuple(under_others), tuple(before))
 
     def fetch(self, hits: Sequence[Hit]) -> Iterator[tuple[Hit, KVData]]:
         """The data of pinned hits, in order. Slow tiers are read ahead. A chunk that is not
@@ -330,7 +375,7 @@ class ChunkStore:
         for the lock."""
         for start in range(0, len(keys), DROPPED_AT_ONCE):
             with self._lock:
-                self._holdings.drop(keys[start : start + DROPPED_AT_ONCE])
+                self._holdings.drop(keys[start : start + DROPPED_AT_ONCE], "forgotten")
 
     def roots(self) -> set[ChunkKey]:
         """The roots of all chunks."""

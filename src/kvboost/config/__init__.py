@@ -35,6 +35,7 @@ from kvboost.config.keywords import (
 )
 from kvboost.config.repair import (
     DEFAULT_RATIO,
+    LEAST_MOVED,
     MOST_CONTEXTS,
     MOST_RECOMPUTED,
     REUSE_MOVED,
@@ -65,6 +66,7 @@ __all__ = [
     "GRAPHS",
     "HEAL",
     "KV_BITS",
+    "LEAST_MOVED",
     "LEAST_SECRET",
     "LIMIT_DRAFTED",
     "MOST_CONTEXTS",

@@ -15,6 +15,8 @@ MOST_RECOMPUTED = 0.5
 MOST_CONTEXTS = 4
 """Copies of the same text that are mixed, each read after other text."""
 REUSE_MOVED = ("when_faster", "always")
+LEAST_MOVED = 32
+"""A shorter moved run is recomputed: repair would recompute much of it anyway."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from kvboost.results.answer import (
     TokenLogprob,
     ToolCall,
 )
+from kvboost.results.explanation import Divergence, Explanation, Part, Why
 from kvboost.results.healing import AnswerAudit, Healing, HealReport
 from kvboost.results.reports import (
     LONGEST_ADAPTER_NAME,
@@ -19,7 +20,7 @@ from kvboost.results.reports import (
     VerificationReport,
     kl_divergence,
 )
-from kvboost.results.reuse import ReuseReport, Span, SpanKind
+from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport, Span, SpanKind
 from kvboost.results.timings import PHASES, Clock, Timings
 
 __all__ = [
@@ -32,11 +33,16 @@ __all__ = [
     "Calibration",
     "CalibrationStep",
     "Clock",
+    "Divergence",
+    "Explanation",
     "GenerationResult",
     "HealReport",
     "Healing",
+    "MovedRows",
     "ParsedAnswer",
+    "Part",
     "Pin",
+    "PlanFacts",
     "ReuseReport",
     "Score",
     "Span",
@@ -45,5 +51,6 @@ __all__ = [
     "TokenLogprob",
     "ToolCall",
     "VerificationReport",
+    "Why",
     "kl_divergence",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvboost.results.explanation import Explanation
 from kvboost.results.healing import Healing
 from kvboost.results.reuse import ReuseReport, Span, SpanKind
 from kvboost.results.timings import Timings
@@ -90,6 +91,10 @@ class GenerationResult:
     accepted_tokens: int = 0
     """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these are
     rows that were computed for nothing."""
+
+    def explain(self, *, other_salts: bool = True) -> Explanation:
+        """Why each part of the prompt was or was not reused; see :meth:`ReuseReport.explain`."""
+        return self.reuse.explain(other_salts=other_salts)
 
     @property
     def content(self) -> str:

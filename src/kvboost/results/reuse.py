@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvboost.errors import KVBoostError
+
+if TYPE_CHECKING:
+    from kvboost.results.explanation import Explanation
 
 
 class SpanKind(str, Enum):
@@ -43,6 +50,50 @@ class Span:
 
 
 @dataclass(frozen=True)
+class MovedRows:
+    """Rows ``[start, end)`` of a prompt that were cached together at another position."""
+
+    start: int
+    end: int
+    distance: int
+    """How many positions further on they are now."""
+    rows_before: int
+    """How many rows were before them here or there, whichever are more."""
+    rows_changed: float
+    """How many of these are not the same here and there."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What an explanation needs of a plan besides its spans."""
+
+    at: float
+    """When the prompt was planned, in seconds since 1970."""
+    root: str
+    """The root of the prefix tree that was searched."""
+    mode: str
+    prefix: int = 0
+    """The first rows that were found cached at their own positions, used or not."""
+    follows: tuple[int, ...] = ()
+    """The next tokens of the cached text that begins with these rows."""
+    last: int = 0
+    """Rows from here on are computed for the answer."""
+    cacheable: int = 0
+    """Rows from here on could not be cached."""
+    movable: int = 0
+    """Rows from here on are not moved. 0: moved text was not searched for."""
+    moved: tuple[MovedRows, ...] = ()
+    left: tuple[tuple[int, int], ...] = ()
+    """Rows ``[start, end)`` that were found cached at other positions, and are not moved."""
+    refusal: str = ""
+    """Why moved text is not used at all: ``"mode"``, ``"model"`` or ``"slower"``."""
+    costs: tuple[float, float] | None = None
+    """If it was slower: what moving and what computing was expected to cost, in milliseconds, or in
+    rows until forwards have been measured."""
+    costs_are_ms: bool = False
+
+
+@dataclass(frozen=True)
 class ReuseReport:
     """How a prompt is served. The spans cover it from the first to the last token, without gaps."""
 
@@ -60,6 +111,22 @@ class ReuseReport:
     expected_kl: float | None = None
     """How far the first token's distribution is expected to be from that of a full prefill (KL),
     with strategy ``auto``; None if there is nothing to tell it from."""
+    facts: PlanFacts | None = field(default=None, repr=False, compare=False)
+    explainer: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+
+    def explain(self, *, other_salts: bool = True) -> Explanation:
+        """Why each part of the prompt was or was not reused. ``other_salts`` also looks for the
+        text under other salts: leave it out where salts separate users who read explanations."""
+        if self.explainer is None:
+            raise KVBoostError(
+                "there is nothing to explain here: the prompt was not planned, or its result was "
+                "pickled or copied; call explain() on the result that the engine gave"
+            )
+        explanation: Explanation = self.explainer(self, other_salts)
+        return explanation
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "explainer": None}
 
     @property
     def prompt_tokens(self) -> int:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,19 @@ _LEAST_SPREAD = 8
 cannot be told from the cost per row."""
 _MEMORY = 64.0
 """Older forwards fade: about this many count."""
+
+
+class Weighed(NamedTuple):
+    """The expected costs of two ways to serve a prompt: in seconds if ``is_measured``, otherwise
+    in rows."""
+
+    moving: float
+    computing: float
+    is_measured: bool
+
+    @property
+    def pays(self) -> bool:
+        return self.moving < WORTHWHILE_RATIO * self.computing
 
 
 def unpadded(rows: int) -> int:
@@ -136,11 +150,23 @@ class CostModel:
         probe_depth: float = 1.0,
         more_seconds: float = 0.0,
     ) -> bool:
-        """Whether reusing the moved runs of ``plan`` should be faster than computing them: a probe
-        through ``probe_depth`` of the layers, copies, a sparse forward and ``more_seconds`` against
-        a plain forward. Always true for a ``repair`` that does not ask."""
+        """Whether reusing the moved runs of ``plan`` should be faster than computing them."""
+        weighed = self.weigh(plan, repair, probe_depth=probe_depth, more_seconds=more_seconds)
+        return weighed is None or weighed.pays
+
+    def weigh(
+        self,
+        plan: Plan,
+        repair: RepairParams,
+        *,
+        probe_depth: float = 1.0,
+        more_seconds: float = 0.0,
+    ) -> Weighed | None:
+        """What reusing the moved runs of ``plan`` is expected to cost: a probe through
+        ``probe_depth`` of the layers, copies, a sparse forward and ``more_seconds``; and what a
+        plain forward would. None for a ``repair`` that does not ask."""
         if not plan.moved or repair.strategy != "auto" or repair.reuse_moved == "always":
-            return True
+            return None
         total = plan.num_tokens
         known = plan.in_place[-1].end if plan.in_place else plan.num_shared
         plain = self.forward(total - known, (known + total) // 2)
@@ -152,7 +178,7 @@ class CostModel:
         moving += self.place(plan.num_moved + plan.num_shared - slow) + self.place(slow, slow=True)
         if self.is_measured:  # else costs are not in seconds
             moving += more_seconds
-        return moving < WORTHWHILE_RATIO * plain
+        return Weighed(moving, plain, self.is_measured)
 
     def save(self) -> None:
         """Writes what was learned, if there is anything. A folder that cannot be written is

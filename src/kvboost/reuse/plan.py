@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.config import LEAST_MOVED
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
 """A shorter exact prefix is recomputed: it would cost the fastest kernel and save nothing."""
-LEAST_MOVED = 32
-"""A shorter moved run is recomputed: repair would recompute much of it anyway."""
 LIVE_TOKENS = 16
 """The last rows of a prompt are always computed: the answer depends on them most, and their
 attention shows which moved rows matter."""

@@ -8,7 +8,6 @@ from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.model.kv import RequestKV
-from kvboost.results import ReuseReport
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.request import RequestRows
@@ -54,10 +53,9 @@ class Assembling:
         runtime, request, state = self._runtime, self._state.request, self._state
         planner, store, clock = runtime.planner, runtime.store, state.clock
         with lookup as known:
-            plan, notes = planner.plan(request, known, num_shared)
-            if plan.moved and not self._kv.changes_rows:
-                plan = plan.without_moved()
-                notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
+            plan, report = planner.plan(
+                request, known, self._live_end, num_shared, can_move=self._kv.changes_rows
+            )
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
             copies = further_copies(known.moved, plan.moved, store.fastest_tier)
             more = [hit for copy in copies for hit in copy]
@@ -77,7 +75,7 @@ class Assembling:
                 seconds += clock.lap("assemble")
             except ChunkLost:
                 return None
-        state.reuse = ReuseReport(plan.spans, notes)
+        state.reuse = report
         if plan.moved:
             placed = plan.num_known + sum(hit.num_tokens for hit in more)
             slow = sum(hit.num_tokens for hit in plan.hits if hit.is_slow)

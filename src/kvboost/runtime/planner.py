@@ -10,9 +10,12 @@ from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
 from kvboost.model.compat import Support
+from kvboost.results import ReuseReport
+from kvboost.results.explaining import Decode
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.reuse.repair import PROBE_BAND
+from kvboost.runtime.plan_facts import explainer, plan_facts
 from kvboost.runtime.request import Request
 from kvboost.tokens.hashing import ChunkKey
 
@@ -45,13 +48,16 @@ class Planner:
         root: Callable[[Request], ChunkKey],
         *,
         moves: bool,
+        decode: Decode,
     ) -> None:
-        """``root`` gives the root key of a request; ``moves``: whether keys can be rotated."""
+        """``root`` gives the root key of a request; ``moves``: whether keys can be rotated;
+        ``decode`` gives the text of token ids, for explanations."""
         self._store = store
         self._cost = cost
         self._support = support
         self._root = root
         self._moves = moves
+        self._decode = decode
 
     def lookup(
         self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
@@ -67,11 +73,9 @@ class Planner:
         if request.mode is GenerationMode.BASELINE:
             yield KnownRows()
             return
-        reusable = min(self.reusable(request), request.cacheable_rows)
-        ids = request.token_ids[: min(live_end - 1, reusable)]
-        moved_before = 0
-        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._moves:
-            moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
+        cacheable = self._cacheable(request)
+        ids = request.token_ids[: min(live_end - 1, cacheable)]
+        moved_before = self._movable(request, live_end)
         root = self._root(request)
         with self._store.lookup(
             root,
@@ -84,16 +88,28 @@ class Planner:
             yield known
 
     def plan(
-        self, request: Request, known: KnownRows, num_shared: int = 0
-    ) -> tuple[Plan, tuple[str, ...]]:
-        """The plan for a prompt whose first ``num_shared`` rows are in place, and notes for the
-        caller."""
-        plan = make_plan(len(request.token_ids), known, num_shared)
-        notes = []
-        depth = 1.0 if request.repair.takes_rounds else PROBE_BAND[1]
-        if not self._cost.moving_pays(plan, request.repair, probe_depth=depth):
-            plan = plan.without_moved()
+        self,
+        request: Request,
+        known: KnownRows,
+        live_end: int,
+        num_shared: int = 0,
+        *,
+        can_move: bool = True,
+    ) -> tuple[Plan, ReuseReport]:
+        """The plan for a prompt whose first ``num_shared`` rows are in place, and what to report of
+        it. Rows from ``live_end`` on are computed in any case. ``can_move``: whether the request's
+        KV takes moved text."""
+        plan, weighed, notes = make_plan(len(request.token_ids), known, num_shared), None, []
+        refusal = self._refusal(request)
+        if plan.moved:
+            depth = 1.0 if request.repair.takes_rounds else PROBE_BAND[1]
+            weighed = self._cost.weigh(plan, request.repair, probe_depth=depth)
+        if weighed is not None and not weighed.pays:
+            plan, refusal = plan.without_moved(), "slower"
             notes.append("moved text was computed: reusing it would not have been faster")
+        elif plan.moved and not can_move:
+            plan, refusal, weighed = plan.without_moved(), "model", None
+            notes.append("moved text was computed: far rows of fewer bits do not change")
         if request.exactness == "verified" and request.mode is GenerationMode.PREFIX_CACHE:
             notes.append("verified: only exact hits are reused")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
@@ -104,7 +120,38 @@ class Planner:
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
                 "on the prompt's length: nothing is reused, moved or kept"
             )
-        return plan, tuple(notes)
+        facts = plan_facts(
+            self._store,
+            self._root(request),
+            request,
+            known,
+            plan,
+            last=live_end - 1,
+            cacheable=self._cacheable(request),
+            movable=self._movable(request, live_end),
+            refusal=refusal,
+            weighed=weighed if refusal == "slower" else None,
+        )
+        explain = explainer(self._store, request.token_ids, self._decode)
+        return plan, ReuseReport(plan.spans, tuple(notes), facts=facts, explainer=explain)
+
+    def _refusal(self, request: Request) -> str:
+        """Why text is not moved, whatever is cached; empty if it may be."""
+        if request.mode is not GenerationMode.CHUNK_KV_REUSE:
+            return "mode"
+        return "" if self._moves else "model"
+
+    def _cacheable(self, request: Request) -> int:
+        """How many of the first rows the cache may serve."""
+        if request.mode is GenerationMode.BASELINE:
+            return 0
+        return min(self.reusable(request), request.cacheable_rows)
+
+    def _movable(self, request: Request, live_end: int) -> int:
+        """Moved text may serve rows before this one."""
+        if self._refusal(request):
+            return 0
+        return max(0, min(live_end - LIVE_TOKENS, self._cacheable(request)))
 
     def reusable(self, request: Request) -> int:
         """How many of the first rows may be reused or kept."""

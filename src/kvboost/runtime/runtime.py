@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,14 @@ class Runtime:
         self.speculation = Speculation(self.cost)
         self._draft_model = self._load_draft_model()
         moves = backend.rotation is not None
-        self.planner = Planner(self.store, self.cost, model.support, self.root_of, moves=moves)
+        self.planner = Planner(
+            self.store,
+            self.cost,
+            model.support,
+            self.root_of,
+            moves=moves,
+            decode=model.tokenizer.decode,
+        )
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=backend.shares_rows)
@@ -126,9 +134,10 @@ class Runtime:
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
-        with self.planner.lookup(request, len(request.token_ids), pin=False) as known:
-            plan, notes = self.planner.plan(request, known)
-        return ReuseReport(plan.spans, notes, request.repair.strategy if plan.moved else None)
+        live_end = len(request.token_ids)
+        with self.planner.lookup(request, live_end, pin=False) as known:
+            plan, report = self.planner.plan(request, known, live_end)
+        return replace(report, strategy=request.repair.strategy if plan.moved else None)
 
     def known_exactly(self, token_ids: TokenIds, salt: str) -> int:
         """How many of the first tokens an exact hit would cover."""

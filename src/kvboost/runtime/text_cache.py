@@ -14,6 +14,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.progress import Progress
 from kvboost.results import Arrangement, HealReport, Pin, ReuseReport
+from kvboost.results.explaining import Traces
 from kvboost.reuse.arrange import arrange
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.healing import Healer
@@ -26,7 +27,7 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.settings import Settings
 from kvboost.runtime.streams import AsyncTextStream
 from kvboost.structured.grammars import Grammars
-from kvboost.tokens.hashing import TokenIds, pin_name
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, pin_name
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
@@ -106,9 +107,14 @@ class TextCache:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> ReuseReport:
-        """How a prompt would be served now. Runs nothing and counts nothing. The model decides
-        which moved rows to recompute, so the plan does not name them."""
+        """How a prompt would be served now; ``explain()`` of it says why. Runs nothing and counts
+        nothing. The model decides which moved rows to recompute, so the plan does not name them."""
         return self._runtime.plan(self._requests.plain(self._prompts.read(prompt), mode, options))
+
+    def trace(self, token_ids: Sequence[int], root: str, **options: Any) -> Traces:
+        """What the cache still tells of a prompt, for explanations that another process makes; see
+        ``ChunkStore.trace``."""
+        return self._runtime.store.trace(as_token_ids(token_ids), ChunkKey(root), **options)
 
     def warm(
         self,

@@ -5,7 +5,7 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -117,6 +117,51 @@ class Catalogue:
         order = sortable(token_ids)
         exact = self._walk(root, root, Lineage.EXACT, token_ids, order, 0, where)
         return (*exact, *self._continue(root, exact, token_ids, order, repair, where))
+
+    def following(
+        self, root: ChunkKey, in_place: Sequence[Hit], token_ids: TokenIds, least: int
+    ) -> TokenIds:
+        """The next tokens, ``least`` or more if there are as many, of the cached text that begins
+        with the ``in_place`` hits of a prompt. Where it branches, of the branch that shares most
+        with the prompt."""
+        if not in_place:
+            return self._tree.following(root, token_ids, least)
+        last = in_place[-1]
+        rest = last.chunk.token_ids[last.offset + last.num_tokens :]
+        if len(rest) >= least:
+            return rest
+        wanted = token_ids[:0] if len(rest) else token_ids[last.end :]
+        more = self._tree.following(last.chunk.key, wanted, least - len(rest))
+        return np.concatenate([rest, more])
+
+    def elsewhere(
+        self, root: ChunkKey, token_ids: TokenIds, row: int, but: Collection[ChunkKey]
+    ) -> list[tuple[int, int]]:
+        """The rows ``[start, end)`` from ``row`` on that are cached at any position, except in the
+        chunks of the prompt itself: those that ``but`` does not name are left out."""
+        own = {match.key for match in self._tree.match(root, token_ids)} - set(but)
+        runs = self._anchors.find(self._tree, (root, _approximate(root)), token_ids, row)
+        return [
+            (piece.start, piece.start + piece.num_tokens)
+            for run in runs
+            for piece in run.pieces
+            if piece.key not in own
+        ]
+
+    def known_under(self, root: ChunkKey, token_ids: TokenIds, row: int) -> list[tuple[int, int]]:
+        """The rows from ``row`` on that are cached under ``root``, at any position."""
+        end = sum(match.num_tokens for match in self._tree.match(root, token_ids))
+        runs = self._anchors.find(self._tree, (root,), token_ids, row)
+        prefix = [(row, end)] if end > row else []
+        return [*prefix, *((run.start, run.end) for run in runs)]
+
+    def before(self, key: ChunkKey, offset: int, count: int) -> TokenIds:
+        """The ``count`` tokens before token ``offset`` of a chunk, as far as they are known."""
+        info = self._infos.get(key)
+        if info is None:
+            return np.empty(0, np.int32)
+        ids = np.concatenate([_before(self._infos, info, count - offset), info.token_ids[:offset]])
+        return ids[-count:]
 
     def superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Approximate chunks that hold nothing but text of which ``token_ids`` are the exact path,

@@ -14,6 +14,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
 TOKEN_BYTES = 4
@@ -116,6 +118,20 @@ class PrefixTree:
             if common > (best.num_tokens if best else 0):
                 best = PrefixMatch(key, common)
         return best
+
+    def following(self, parent: ChunkKey, token_ids: TokenIds, least: int) -> TokenIds:
+        """The first tokens, ``least`` or more if there are as many, of the path below ``parent``
+        that shares most with ``token_ids``, or sorts next to them."""
+        pieces: list[TokenIds] = []
+        wanted = sortable(token_ids[: self._longest])
+        while least > 0 and (siblings := self._children.get(parent)) is not None:
+            best = self._best_child(parent, token_ids, wanted)
+            at = min(bisect_left(siblings.order, wanted), len(siblings.keys) - 1)
+            parent = best.key if best is not None else siblings.keys[at]
+            pieces.append(self.nodes[parent].token_ids)
+            least -= len(pieces[-1])
+            token_ids, wanted = token_ids[:0], b""
+        return np.concatenate(pieces) if pieces else token_ids[:0]
 
     def leaf_extended_by(self, parent: ChunkKey, token_ids: TokenIds) -> ChunkKey | None:
         """A childless child of ``parent`` whose tokens are a prefix of ``token_ids``: a chunk of

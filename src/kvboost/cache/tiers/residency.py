@@ -40,8 +40,8 @@ class Owner(Protocol):
     def on_described(self, info: ChunkInfo) -> None:
         """A chunk was read: its size and precision are known now."""
 
-    def on_gone(self, key: ChunkKey) -> None:
-        """A chunk has left its last tier."""
+    def on_gone(self, key: ChunkKey, how: str = "evicted") -> None:
+        """A chunk has left its last tier. ``how``: as explanations say it."""
 
 
 class Residency:
@@ -260,7 +260,7 @@ class Residency:
         stays and is found again later."""
         if self.owner.is_wanted(key):
             self.drop([key])
-            self.owner.on_gone(key)
+            self.owner.on_gone(key, "lost")
             self.counts["lost"] += 1
 
     def forget_if_nowhere(self, key: ChunkKey) -> None:

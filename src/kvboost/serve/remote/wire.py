@@ -157,7 +157,9 @@ ToApi = Step | Accepted | Refused | Reply | Adapters | Failed | Reload | Stop
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, or a set, as Python's own."""
+    """A number of numpy's, or a set, as Python's own. What explains a report stays here."""
+    if callable(value):
+        return None
     return list(value) if isinstance(value, (set, frozenset)) else value.item()
 
 
