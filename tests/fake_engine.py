@@ -13,6 +13,7 @@ from kvboost.chat.tool_use import ToolUse
 from kvboost.errors import PinError, PromptError, UnknownAdapterError
 from kvboost.results import (
     PHASES,
+    Explanation,
     GenerationResult,
     Pin,
     ReuseReport,
@@ -23,6 +24,10 @@ from kvboost.results import (
 )
 from kvboost.runtime.streams import AnswerReader
 from kvboost.tokens.prompt import Conversation
+
+
+def unexplained(report: ReuseReport, other_salts: bool) -> Explanation:
+    return Explanation((), None, report.notes, ())
 
 
 class FakeStream:
@@ -80,7 +85,7 @@ class FakeStream:
             list(range(len(self._said))),
             self._ended,
             Timings(ttft_ms=1.0, total_ms=2.0, **phases),
-            ReuseReport((span,)),
+            ReuseReport((span,), explainer=unexplained),
             [TokenLogprob(number, -0.5) for number in range(len(self._said))],
         )
 
@@ -223,7 +228,7 @@ class FakeEngine:
         return list(self.pinned.values())
 
     def plan(self, prompt: list[int], mode: str, **options: Any) -> ReuseReport:
-        return ReuseReport((Span(SpanKind.COMPUTE, 0, len(prompt)),))
+        return ReuseReport((Span(SpanKind.COMPUTE, 0, len(prompt)),), explainer=unexplained)
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         return None

@@ -167,6 +167,8 @@ def test_every_route_documents_its_errors() -> None:
         "/kvboost/documents",
         "/kvboost/files",
         "/kvboost/documents/{document_id}",
+        "/kvboost/explain",
+        "/kvboost/explain/{answer_id}",
         "/kvboost/sessions",
         "/kvboost/sessions/{session_id}",
         "/tokenize",

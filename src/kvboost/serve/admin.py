@@ -18,6 +18,7 @@ from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.chat import chat_call
 from kvboost.serve.completions import completion_call
 from kvboost.serve.errors import ApiError, from_engine, shutting_down
+from kvboost.serve.explanations import with_documents
 from kvboost.serve.openapi import errors
 from kvboost.serve.problems import shown
 from kvboost.serve.prompts import encode, refuse_long_text
@@ -105,7 +106,7 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
     """How a chat or completion request would be served now. Runs nothing."""
     if body.model is not None:
         server.check_model(body.model)
-    engine = server.engine
+    engine, documents = server.engine, server.documents.texts_of(caller.owner)
 
     def work() -> dict[str, Any]:
         if isinstance(body, ChatPlan):
@@ -127,6 +128,7 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
             "estimated_ms_without_reuse": engine.estimate_ms(len(ids)),
             "notes": list(found.notes),
             "spans": spans(found, ids, engine.decode),
+            "explanation": with_documents(found.explain(other_salts=False), documents).as_dict(),
         }
 
     return JSONResponse(
@@ -160,8 +162,10 @@ async def cache(
 
 @router.post("/forget", response_model=Forgotten, responses=errors(404))
 async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Response:
-    """Forgets a text of any tenant, or everything under one salt; on every tier."""
+    """Forgets a text of any tenant, or everything under one salt; on every tier. No earlier answer
+    can be explained afterwards: their prompts may hold the text."""
     engine = server.engine
+    server.explanations.clear()
     if isinstance(body, ForgetText):
         gone = await server.workers.tokenize(
             caller.counts_as, len(body.text), engine.forget, body.text

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from hashlib import blake2b
@@ -347,6 +348,14 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "notes": [*result.reuse.notes, *choice.notes],
         "spans": explained,
     }
+
+
+def keep_reports(server: ServerState, answer_id: str, choices: Sequence[Choice]) -> None:
+    """Notes answers that have ended, so that they can be explained by their id: the first to each
+    prompt."""
+    firsts = [choice for choice in choices if choice.index % choice.call.n == 0]
+    reports = [choice.result.reuse for choice in firsts]
+    server.explanations.keep(firsts[0].call.place.owner, answer_id, reports)
 
 
 def headers(choice: Choice) -> dict[str, str]:

@@ -24,6 +24,7 @@ from kvboost.serve import (
     completions,
     document_routes,
     embeddings,
+    explain_routes,
     openapi,
     tokenize,
 )
@@ -93,7 +94,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.state.server = state
     modules = (
         *(chat, completions, openai_responses, anthropic, ollama, embeddings),
-        *(tokenize, adapters, admin, document_routes),
+        *(tokenize, adapters, admin, document_routes, explain_routes),
     )
     routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":

@@ -44,6 +44,8 @@ class Document:
     created: float
     pin: bool = False
     """Whether it is pinned once it is read."""
+    name: str | None = None
+    """That of its file, if the server starts with it."""
     status: str = "waiting"
     """``waiting``, ``reading``, ``ready`` or ``failed``."""
     error: str | None = None
@@ -144,6 +146,14 @@ class Documents:
         """The documents at ``place``, the oldest first."""
         return [one for (kept_at, _), one in self._documents.items() if kept_at == place]
 
+    def texts_of(self, owner: str) -> list[tuple[str, str]]:
+        """The names and texts of all documents of an owner."""
+        return [
+            (one.name or one.title or one.id, one.text)
+            for (place, _), one in self._documents.items()
+            if place.owner == owner
+        ]
+
     async def delete(self, place: Place, document_id: str) -> None:
         """Forgets the text. Its KV stays in the cache until it is evicted."""
         document = self.get(place, document_id)
@@ -191,6 +201,7 @@ class Documents:
         try:
             ids = await asyncio.to_thread(self._engine.encode, text)
             document = _make(tenants[0].place(), text, len(ids), None, self._settings.pin)
+            document.name = name
             for tenant in tenants:
                 self._documents.setdefault((tenant.place(), document.id), document)
             await self._read(document)

@@ -63,6 +63,70 @@ class ReuseReply(Reply):
     spans: list[SpanReply]
 
 
+class DivergenceReply(Reply):
+    """Where a prompt leaves the cached text that it shares most with, and how the line goes on on
+    both sides. Where keys share one cache, ``cached`` is for administrators."""
+
+    row: int
+    line: int
+    before: str
+    prompt: str
+    cached: str | None
+    replaced: tuple[int, int] | None
+    """How many cached tokens were replaced by how many."""
+
+
+class PartReply(Reply):
+    """Rows ``[start, end)`` that have one source for one reason."""
+
+    start: int
+    end: int
+    kind: Literal["exact", "approximate", "moved", "compute"]
+    why: Literal[
+        "prefix", "past", "moved", "new", "short", "last", "gone", "slower", "mode", "model"
+    ]
+    detail: str
+    text: str
+    recomputed: int
+    tiers: list[str]
+    distance: int | None
+    rows_changed: float | None
+    before_then: str | None
+    before_now: str | None
+    document: str | None
+    """The name of the document that holds the text, if the server knows it."""
+
+
+class ExplanationReply(Reply):
+    """Why each part of a prompt was or was not reused."""
+
+    prompt_tokens: int
+    computed_tokens: int
+    divergence: DivergenceReply | None
+    parts: list[PartReply]
+    notes: list[str]
+    map: list[Literal["exact", "approximate", "moved", "recomputed", "compute"]]
+    """The prompt in 64 cells of equal length: what most tokens of each are."""
+
+
+class AnswerSummary(Reply):
+    id: str
+    object: Literal["kvboost.explanation"]
+    created: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class AnswerList(Reply):
+    object: Literal["list"]
+    data: list[AnswerSummary]
+
+
+class AnswerExplanation(AnswerSummary):
+    explanations: list[ExplanationReply]
+    """One for each prompt."""
+
+
 class PlanReply(Reply):
     """A plan. The model decides which moved rows are recomputed, so none are counted here."""
 
@@ -77,6 +141,7 @@ class PlanReply(Reply):
     estimated_ms_without_reuse: float | None
     notes: list[str]
     spans: list[SpanReply]
+    explanation: ExplanationReply
 
 
 class Tokenized(Reply):

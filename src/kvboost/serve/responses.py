@@ -16,7 +16,14 @@ from starlette.responses import Response
 
 import kvboost
 from kvboost.chat.tool_use import ToolUse
-from kvboost.serve.answers import Answers, describe, headers, open_answers, usage
+from kvboost.serve.answers import (
+    Answers,
+    describe,
+    headers,
+    keep_reports,
+    open_answers,
+    usage,
+)
 from kvboost.serve.auth import Tenant
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
@@ -257,8 +264,10 @@ class ChoicesWriter:
             choices = [
                 {**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)
             ]
+        head = _head(self._format.id_prefix, self._format.whole_object, self._options.model)
+        keep_reports(self._server, head["id"], answers.choices)
         return {
-            **_head(self._format.id_prefix, self._format.whole_object, self._options.model),
+            **head,
             "choices": choices,
             **of_prompt,
             "usage": usage(answers),
@@ -331,15 +340,16 @@ class ChoicesWriter:
             if len(answers.choices) > 1:
                 closing["kvboost"] = await describe(server, choice)
             is_last = not running and not options.include_usage
-            yield chunk(choice, closing, **(await self._reports(answers) if is_last else {}))
+            yield chunk(choice, closing, **(await self._reports(answers, head) if is_last else {}))
         if options.include_usage:
-            more = {"usage": usage(answers), **await self._reports(answers)}
+            more = {"usage": usage(answers), **await self._reports(answers, head)}
             yield event({**head, "choices": [], **more})
         yield DONE
 
-    async def _reports(self, answers: Answers) -> dict[str, Any]:
+    async def _reports(self, answers: Answers, head: dict[str, Any]) -> dict[str, Any]:
         """What the end of a stream says of the prompt: its edits, and what was reused."""
         first = answers.choices[0]
+        keep_reports(self._server, head["id"], answers.choices)
         return {**first.call.edits_report(), "kvboost": await describe(self._server, first)}
 
     def failure(self, error: ApiError) -> bytes:

@@ -16,6 +16,7 @@ from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
+from kvboost.serve.explanations import Explanations
 from kvboost.serve.kept_kv import KeptKV
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
@@ -38,6 +39,7 @@ class ServerState:
         self.keys = Keys(settings)
         self.metrics = Metrics(engine)
         self.live = LiveLog()
+        self.explanations = Explanations()
         self.facts = engine.facts()
         self.workers = Workers()
         self.documents = Documents(engine, settings, self.keys)
@@ -60,7 +62,7 @@ class ServerState:
     def reload(self, settings: ServerSettings) -> list[str]:
         """Takes over the settings that a running server can change; returns the names of those that
         changed. Requests that have begun keep their tenant. What a removed key has left here
-        (responses, documents, sessions) is dropped. Raises ConfigError, and changes
+        (responses, documents, sessions, explanations) is dropped. Raises ConfigError, and changes
         nothing, if ``settings`` would add the first key or remove the last one, or name the model
         as an adapter is named."""
         if settings.needs_key != self.settings.needs_key:
@@ -79,6 +81,7 @@ class ServerState:
             self.kept_kv.release(response_id)
         self.documents.keep_only(owners)
         self.sessions.keep_only(owners)
+        self.explanations.keep_only(owners)
         return changed
 
     def _take_names(self) -> None:

@@ -211,7 +211,10 @@ class ServerSettings:
         return (*always, "/metrics") if self.metrics == "key" else always
 
 
-TENANT_PATHS = ("/kvboost/documents", "/kvboost/files", "/kvboost/sessions")
+TENANT_PATHS = (
+    *("/kvboost/documents", "/kvboost/files", "/kvboost/sessions"),
+    "/kvboost/explain",
+)
 """The beginnings of paths below ``/kvboost/`` that every key may use: they show its own data."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 from uuid import uuid4
 
-from kvboost.serve.answers import Answers, describe
+from kvboost.serve.answers import Answers, describe, keep_reports
 from kvboost.serve.anthropic.error_form import error_body
 from kvboost.serve.anthropic.request_models import MessagesRequest
 from kvboost.serve.blocks import Block, Blocks, BlockStep
@@ -23,6 +23,7 @@ class MessageWriter:
         self._server = server
         self._body = body
         self._request_id = request_id
+        self._id = f"msg_{uuid4().hex}"
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
         """Of calls, by the index of their block."""
@@ -32,6 +33,7 @@ class MessageWriter:
         parts = [*choice.parts(choice.result.output_text), *choice.last_parts()]
         for _ in (*self._blocks.feed(parts), *self._blocks.finish()):
             pass
+        keep_reports(self._server, self._id, [choice])
         return {
             **self._message(choice),
             "content": [self._content(block) for block in self._blocks.blocks],
@@ -52,6 +54,7 @@ class MessageWriter:
         last = (*self._blocks.feed(choice.last_parts()), *self._blocks.finish())
         for one in self._written(last):
             yield one
+        keep_reports(self._server, self._id, [choice])
         report = await describe(self._server, choice)
         yield _event(
             "message_delta",
@@ -67,7 +70,7 @@ class MessageWriter:
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         return {
-            "id": f"msg_{uuid4().hex}",
+            "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._body.model,

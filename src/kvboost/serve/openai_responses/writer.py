@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from kvboost.serve.answers import Answers, describe
+from kvboost.serve.answers import Answers, describe, keep_reports
 from kvboost.serve.blocks import Blocks
 from kvboost.serve.choices import Choice
 from kvboost.serve.errors import ApiError
@@ -83,6 +83,7 @@ class ResponseWriter:
         }
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        keep_reports(self._server, response["id"], [choice])
         if self._stores:
             self._store(choice, response)
         return response

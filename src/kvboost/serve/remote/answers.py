@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvboost.config import stop_strings
@@ -42,8 +43,12 @@ def text_of(
 class RemoteState:
     """How far an answer is, as far as this process knows."""
 
-    def __init__(self, text: AnswerText, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, text: AnswerText, options: Mapping[str, Any], explainer: Callable[..., Any]
+    ) -> None:
+        """``explainer``: what explains the report on its prompt."""
         self._text = text
+        self._explainer = explainer
         self._pieces: list[str] = []
         self._has_logprobs = options.get("logprobs") is not None
         self._has_prompt_logprobs = options.get("prompt_logprobs") is not None
@@ -62,7 +67,8 @@ class RemoteState:
         if news.logprobs is not None:
             self._logprobs += news.logprobs
         if news.begun is not None:
-            self.reuse, self._timings = news.begun.reuse, news.begun.timings
+            self.reuse = replace(news.begun.reuse, explainer=self._explainer)
+            self._timings = news.begun.timings
             self._prompt_logprobs = news.begun.prompt_logprobs
         push = self._text.push
         pieces = [piece for token in news.token_ids if (piece := push(token))]
@@ -77,7 +83,7 @@ class RemoteState:
     def _end(self, ended: Ended) -> None:
         self._ended, self._timings = ended, ended.timings
         if ended.reuse is not None:
-            self.reuse = ended.reuse
+            self.reuse = replace(ended.reuse, explainer=self._explainer)
 
     @property
     def healing(self) -> Healing | None:

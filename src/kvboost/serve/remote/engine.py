@@ -6,7 +6,7 @@ import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -16,13 +16,15 @@ from kvboost.chat.answer_options import answer_options
 from kvboost.chat.parser import AnswerParser
 from kvboost.chat.tool_use import ToolUse
 from kvboost.errors import StructuredOutputError
-from kvboost.results import AdapterInfo, Healing, Pin, ReuseReport
+from kvboost.results import AdapterInfo, Explanation, Healing, Pin, ReuseReport
+from kvboost.results.explaining import Traces, explain
 from kvboost.serve.embedder import Vectors
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
 from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
 from kvboost.serve.remote.link import Link
 from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News
 from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 T = TypeVar("T")
@@ -132,7 +134,7 @@ class RemoteEngine:
     ) -> RemoteStream:
         ids = self._prompts.read(prompt)
         text = text_of(self._tokenizer, self._about.eos_ids, options)
-        state = RemoteState(text, options)
+        state = RemoteState(text, options, self._explainer(ids))
 
         def on_news(news: News) -> None:
             self._note(len(ids), news)
@@ -145,6 +147,19 @@ class RemoteEngine:
         self._states[number] = state
         stream.on_close(lambda: self._link.send(Cancel(number)))
         return stream
+
+    def _explainer(self, ids: TokenIds) -> Callable[[ReuseReport, bool], Explanation]:
+        """What explains a report on a prompt: here, of what the engine's process tells."""
+
+        def work(report: ReuseReport, other_salts: bool) -> Explanation:
+            def trace(root: str, **options: Any) -> Traces:
+                found: Traces = self._link.call("trace", given, root, returns=Traces, **options)
+                return found
+
+            given: list[int] = ids.tolist()
+            return explain(report, given, self.decode, trace, other_salts=other_salts)
+
+        return work
 
     def _note(self, num_tokens: int, news: News) -> None:
         if news.begun is not None:
@@ -193,7 +208,7 @@ class RemoteEngine:
 
     def plan(self, prompt: Prompt, mode: str, **options: Any) -> ReuseReport:
         plan: ReuseReport = self._link.call("plan", prompt, mode, returns=ReuseReport, **options)
-        return plan
+        return replace(plan, explainer=self._explainer(self._prompts.read(prompt)))
 
     def pin_cached(self, name: str, prompt: Prompt, **options: Any) -> Pin:
         pin: Pin = self._link.call("pin_cached", name, prompt, returns=Pin, **options)

@@ -45,7 +45,16 @@ _AT_ONCE = frozenset({"pin_cached", "drop_pin", "serving_stats", "estimate_ms"})
 """Methods that take a few milliseconds at most."""
 _IN_A_THREAD = frozenset(
     {
-        *("cache_stats", "chunks", "compile_format", "forget", "forget_salt", "pins", "plan"),
+        *(
+            "cache_stats",
+            "chunks",
+            "compile_format",
+            "forget",
+            "forget_salt",
+            "pins",
+            "plan",
+            "trace",
+        ),
         *("unpin", "warm_later", "load_adapter", "unload_adapter"),
     }
 )
