@@ -143,4 +143,4 @@ class CacheFolderError(KVBoostError, OSError):
 
 
 class ServerError(KVBoostError):
-    """A server of another engine cannot be reached, refuses a request, or runs without KVBoost."""
+    """A server cannot be reached, refuses a request, or runs without KVBoost."""

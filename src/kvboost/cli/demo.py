@@ -6,8 +6,7 @@ from __future__ import annotations
 import inspect
 import sched
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.text import Text
 from kvboost import GenerationMode, GenerationResult, KVBoost, ReuseReport, SpanKind
 from kvboost.bench.texts.questions import make_questions
 from kvboost.results import kl_divergence
+from kvboost.results.explanation import MARKS, RECOMPUTED, cells
 
 SYSTEM = (
     "You are a patient cooking teacher. Answer in two or three short sentences. Prefer simple "
@@ -194,39 +194,27 @@ def _maps(everything: list[Asked], console: Console) -> None:
     console.print(Padding(legend([asked.reuse.reuse for asked in everything]), (0, 0, 0, 2)))
 
 
-RECOMPUTED = "recomputed"
-# Kind: mark (told apart without colours too), colour, meaning.
-CELLS = {
-    SpanKind.EXACT.value: ("█", "green", "exact: read before, not computed again"),
-    SpanKind.APPROXIMATE.value: ("▓", "blue", "this conversation's own past over moved text"),
-    SpanKind.MOVED.value: ("▓", "cyan", "moved: read before at another place"),
-    RECOMPUTED: ("▚", "magenta", "moved, a fifth or more computed again"),
-    SpanKind.COMPUTE.value: ("▒", "yellow", "computed now"),
+# Kind: colour, meaning. The marks tell kinds apart without colours, too.
+STYLES = {
+    SpanKind.EXACT.value: ("green", "exact: read before, not computed again"),
+    SpanKind.APPROXIMATE.value: ("blue", "this conversation's own past over moved text"),
+    SpanKind.MOVED.value: ("cyan", "moved: read before at another place"),
+    RECOMPUTED: ("magenta", "moved, a fifth or more computed again"),
+    SpanKind.COMPUTE.value: ("yellow", "computed now"),
 }
 
 
 def prompt_map(report: ReuseReport, width: int = 48) -> Text:
     """A prompt as one bar. Each cell shows what most of its tokens are; a moved cell also shows
     whether a fifth of it or more was computed again."""
+    return painted(cells(report, width))
+
+
+def painted(map_cells: Sequence[str]) -> Text:
+    """The cells of a map as one bar."""
     text = Text()
-    total = report.prompt_tokens
-    for cell in range(width):
-        start, end = cell * total / width, (cell + 1) * total / width
-        shares = {
-            kind: sum(
-                max(0.0, min(span.end, end) - max(span.start, start))
-                for span in report.spans
-                if span.kind is kind
-            )
-            for kind in SpanKind
-        }
-        kind = max(SpanKind, key=lambda kind: shares[kind])
-        name = kind.value
-        again = bisect_left(report.recomputed, end) - bisect_left(report.recomputed, start)
-        if kind is SpanKind.MOVED and again >= 0.2 * shares[kind]:
-            name = RECOMPUTED
-        mark, colour, _ = CELLS[name]
-        text.append(mark, style=colour)
+    for name in map_cells:
+        text.append(MARKS[name], style=STYLES[name][0])
     return text
 
 
@@ -235,6 +223,14 @@ def legend(reports: Sequence[ReuseReport] = ()) -> Text:
     kinds = {span.kind.value for report in reports for span in report.spans}
     if any(report.recomputed for report in reports):
         kinds.add(RECOMPUTED)
-    shown = [cell for name, cell in CELLS.items() if not reports or name in kinds]
-    lines = [Text(f"{mark} {meaning}", style=colour) for mark, colour, meaning in shown]
+    return legend_of(kinds if reports else STYLES.keys())
+
+
+def legend_of(kinds: Collection[str]) -> Text:
+    """What the marks of ``kinds`` mean."""
+    lines = [
+        Text(f"{MARKS[name]} {meaning}", style=colour)
+        for name, (colour, meaning) in STYLES.items()
+        if name in kinds
+    ]
     return Text("\n").join(lines)

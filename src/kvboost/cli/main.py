@@ -14,7 +14,7 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, models, route, serve, vllm
+from kvboost.cli import bench, cache, explain, models, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
@@ -58,6 +58,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
 app.command()(serve.serve)
 app.command()(route.route)
+app.command()(explain.explain)
 
 
 def _show_version(asked: bool) -> None:

@@ -1,0 +1,144 @@
+"""``kvboost explain``: why each part of some requests would or would not be reused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvboost.cli.common import (
+    AsJson,
+    CacheDir,
+    Device,
+    Dtype,
+    KVBits,
+    Mode,
+    Model,
+    Weights,
+    errors,
+    load_engine,
+    out,
+    print_json,
+)
+from kvboost.cli.explained_requests import Asked, read_requests
+from kvboost.config import DEFAULT_MODEL, EngineConfig, GenerationMode, choose
+from kvboost.results import Explanation
+
+Explain = Callable[[Asked, "str | None"], Explanation]
+"""Serves a request, explains it, and reads the answer that a later request holds, if any."""
+
+
+def explain(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The requests; - reads standard input.")
+    ],
+    model: Model = DEFAULT_MODEL,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Ask this server of kvboost serve, which has a model and a cache."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVBOOST_KEY", help="The server's key, if it needs one.")
+    ] = None,
+    mode: Mode = "chunk_kv_reuse",
+    cache_dir: CacheDir = None,
+    kv_bits: KVBits = EngineConfig.kv_cache_bits,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
+    as_json: AsJson = False,
+) -> None:
+    """Show why each part of a prompt would or would not be reused, and which edit is to blame.
+
+    FILE is a prompt as plain text, or requests as JSON, one a line, in the order in which they are
+    sent, such as the turns of an agent: {"messages": [...]} as for /v1/chat/completions,
+    {"prompt": "..."}, or {"input": "...", "output": "..."} of a recording.
+
+    The requests are served one after the other, each for one token; an answer that the next request
+    holds is read, too. So each is shown as it would be served after those before it. With --url a
+    server does this, and keeps the text in its cache as that of any request.
+
+    Example: [bold]kvboost explain turns.jsonl[/bold]
+    """
+    explained = []
+    with errors():
+        choose(GenerationMode, mode, "mode")
+        requests = read_requests(file, sys.stdin.read)
+        serving = (
+            _local(model, mode, cache_dir, kv_bits, device, dtype, weights)
+            if url is None
+            else _server(url, api_key, mode)
+        )
+        with serving as serve_one:
+            for request, answer in _with_answers(requests):
+                found = serve_one(request, answer)
+                explained.append({"line": request.line, **found.as_dict()})
+                if not as_json:
+                    _show(request, len(requests), found, out)
+    if as_json:
+        print_json(explained)
+
+
+def _with_answers(requests: Sequence[Asked]) -> Iterator[tuple[Asked, str | None]]:
+    for request, following in zip_longest(requests, requests[1:]):
+        yield request, request.answer_before(following)
+
+
+@contextmanager
+def _local(
+    model: str, mode: str, cache_dir: Any, kv_bits: int, device: Any, dtype: Any, weights: str
+) -> Iterator[Explain]:
+    with load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
+        busy = Console(stderr=True)
+
+        def serve_one(request: Asked, answer: str | None) -> Explanation:
+            with busy.status(f"reading {request.name}"):
+                ids = engine.encode(request.prompt())
+                options = {"cache_salt": request.cache_salt}
+                result = engine.generate(ids, 1, mode, **options)
+                explanation: Explanation = result.explain()
+                if answer:
+                    said = engine.encode(answer, add_special_tokens=False)
+                    engine.generate([*ids, *said], 1, mode, **options)
+            return explanation
+
+        yield serve_one
+
+
+@contextmanager
+def _server(url: str, api_key: str | None, mode: str) -> Iterator[Explain]:
+    from kvboost.cli.explaining_server import ExplainingServer
+
+    server = ExplainingServer(url, api_key, mode)
+    busy = Console(stderr=True)
+
+    def serve_one(request: Asked, answer: str | None) -> Explanation:
+        with busy.status(f"asking about {request.name}"):
+            explanation = server.explain(request.body())
+            if answer:
+                server.ask(request.body(answer))
+        return explanation
+
+    yield serve_one
+
+
+def _show(request: Asked, total: int, explanation: Explanation, console: Console) -> None:
+    from kvboost.cli.demo import legend_of, painted  # imports benchmarks' texts
+
+    if total > 1:
+        console.print(Text(f"── {request.name} ", style="bold"), highlight=False)
+    shown = [
+        Text(explanation.title),
+        painted(explanation.map),
+        *map(Text, explanation.pointer),
+        legend_of(explanation.map),
+        *map(Text, explanation.details),
+        Text(),
+    ]
+    console.print(Text("\n").join(shown), highlight=False, soft_wrap=True)
