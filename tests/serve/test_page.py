@@ -119,7 +119,7 @@ def test_a_comparison_sends_the_same_request_with_and_without_reuse(open_page: O
     ask(page, text_of("m"), "So?")
     assert set(rows(page)) == {"computed"}
     expect(page.locator(".headline")).to_contain_text("Reuse was off")
-    page.get_by_text("Same beginning").click()
+    page.get_by_text("Same beginning", exact=True).click()
     page.get_by_label("Your question").fill("And then?")
     page.get_by_role("button", name="What is known?").click()
     expect(page.locator(".headline")).to_have_text(re.compile(r"^\d+ % of this prompt is known\."))

@@ -1,4 +1,4 @@
-// The page at /: wires its three sections and the key together.
+// The page at /: wires its four sections and the key together.
 
 import { key, setKey, watch } from "./api.js";
 import { startCache } from "./cache.js";
@@ -6,16 +6,22 @@ import { clearTab } from "./conversations.js";
 import { byId, say } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
+import { startRequests } from "./requests.js";
 
 const refreshCache = startCache();
+const requests = startRequests();
 const playground = startPlayground({
   onSent: () => askNow(),
   onAnswer: () => {
     askNow();
     refreshCache();
+    requests.refresh();
   },
 });
-const askNow = startLive(refreshCache, playground.take);
+const askNow = startLive(refreshCache, (live) => {
+  playground.take(live);
+  requests.take(live);
+});
 
 watch.addEventListener("key", ({ detail: { message, status } }) => {
   byId("key-form").hidden = false;
@@ -44,4 +50,6 @@ function use(value) {
   playground.reload();
   askNow();
   refreshCache();
+  requests.clear();
+  requests.refresh();
 }
