@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.runtime.trail import Trail, find_places
+from kvboost.runtime.trail import Trail, leading_to
 from kvboost.tokens.hashing import as_token_ids
 from test_reuse import words
 
@@ -17,7 +17,10 @@ PROMPT = [*SYSTEM, *RESULTS[0], *RESULTS[1], *RESULTS[2], *QUESTION, *TEMPLATE]
 
 def leads_to(text: list[int], prompt: list[int] = PROMPT, answer: list[int] = ANSWER) -> bool:
     trail = Trail(as_token_ids([*prompt, *answer]), len(prompt))
-    return trail.leads_to(as_token_ids(text), find_places([trail], as_token_ids(text)))
+    unlike = Trail(as_token_ids(words(99, 200)), 150)
+    found = leading_to([unlike, trail], as_token_ids(text))
+    assert 0 not in found
+    return found == [1]
 
 
 @pytest.mark.parametrize(

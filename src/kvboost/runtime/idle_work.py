@@ -19,7 +19,7 @@ from kvboost.config import GenerationMode, SamplingParams
 from kvboost.results import Healing
 from kvboost.runtime.audit import AnswerComparison
 from kvboost.runtime.request import Request, RequestState
-from kvboost.runtime.trail import Trail, find_places
+from kvboost.runtime.trail import Trail, leading_to
 from kvboost.tokens.hashing import TokenIds
 
 MOST_CONVERSATIONS = 64
@@ -286,11 +286,9 @@ class IdleQueue:
             for one in (line if turns is None else turns)
             if (one.request.salt, one.request.adapter) == (request.salt, request.adapter)
         ]
-        places = find_places([one.trail for one in same], ids) if same else {}
-        for one in same:
-            if one.trail.leads_to(ids, places):
-                line.remove(one)
-                self._finish(one, "replaced")
+        for number in leading_to([one.trail for one in same], ids) if same else ():
+            line.remove(same[number])
+            self._finish(same[number], "replaced")
 
     def _finish(self, one: IdleWork, status: str) -> None:
         one.end(status)
