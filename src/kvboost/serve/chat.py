@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -21,12 +21,13 @@ from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.marks import find_kept
 from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import refuse_long_text, refuse_many_documents, texts_of
+from kvboost.serve.prompts import encode, refuse_long_text, refuse_many_documents, texts_of
+from kvboost.serve.request_marks import Mark
 from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.server import Caller, Server, ServerState
-from kvboost.tokens.prompt import Conversation
+from kvboost.tokens.prompt import Conversation, Prompt
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -48,8 +49,20 @@ async def create_chat_completion(
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, chat_call, server, caller, body)
-    call = replace(call, kept=await find_kept(server, call, body.marks(), size))
+    call = await keep_marked(server, call, body.marks(), size)
     return await respond(request, server, call, ChatFormat(), response_options(body))
+
+
+async def keep_marked(
+    server: ServerState, call: EngineCall, marks: Sequence[Mark], size: int
+) -> EngineCall:
+    """``call``, with the beginnings of its conversation of about ``size`` characters that ``marks``
+    keep."""
+
+    def tokenize(prompt: Prompt) -> Awaitable[list[int]]:
+        return server.workers.tokenize(call.tenant, size, encode, server.engine, prompt)
+
+    return replace(call, kept=await find_kept(call.prompts, marks, tokenize))
 
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvboost.chat.context_edits import REASONING
-from kvboost.serve.prompts import encode
 from kvboost.serve.request_marks import Mark
-from kvboost.tokens.prompt import Conversation
-
-if TYPE_CHECKING:
-    from kvboost.serve.choices import EngineCall
-    from kvboost.serve.server import ServerState
+from kvboost.tokens.prompt import Conversation, Prompt
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,14 @@ class Kept:
 
 
 async def find_kept(
-    server: ServerState, call: EngineCall, marks: Sequence[Mark], size: int
+    prompts: Sequence[Prompt],
+    marks: Sequence[Mark],
+    tokenize: Callable[[Prompt], Awaitable[list[int]]],
 ) -> Kept:
-    """Tokenizes the marked beginnings of a conversation of about ``size`` characters: what they
-    share with the prompt is kept."""
+    """Tokenizes the marked beginnings of the conversation that ``prompts`` has: what they share
+    with the prompt is kept."""
     marked: list[tuple[list[int] | None, int]] = []
-    (conversation,) = call.prompts
+    (conversation,) = prompts
     assert isinstance(conversation, Conversation)
     for mark in marks:
         if mark.num_messages == len(conversation.messages):
@@ -54,8 +51,7 @@ async def find_kept(
         messages = list(conversation.messages)
         messages[mark.num_messages] = _altered(messages[mark.num_messages])
         other = replace(conversation, messages=messages)
-        ids = await server.workers.tokenize(call.tenant, size, encode, server.engine, other)
-        marked.append((ids, mark.seconds))
+        marked.append((await tokenize(other), mark.seconds))
     return Kept(marked)
 
 

@@ -13,9 +13,8 @@ from kvboost.serve.anthropic.request_models import CountTokensRequest, MessagesR
 from kvboost.serve.anthropic.writer import MessageWriter
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call, chat_prompt
+from kvboost.serve.chat import chat_call, chat_prompt, keep_marked
 from kvboost.serve.choices import EngineCall
-from kvboost.serve.marks import find_kept
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.prompts import encode
 from kvboost.serve.responses import deliver
@@ -40,7 +39,7 @@ async def create_message(
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, _call, server, caller, body)
-    call = replace(call, kept=await find_kept(server, call, body.marks(), size))
+    call = await keep_marked(server, call, body.marks(), size)
     writer = MessageWriter(server, body, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
