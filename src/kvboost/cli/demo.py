@@ -207,7 +207,7 @@ STYLES = {
 def prompt_map(report: ReuseReport, width: int = 48) -> Text:
     """A prompt as one bar. Each cell shows what most of its tokens are; a moved cell also shows
     whether a fifth of it or more was computed again."""
-    return painted(cells(report, width))
+    return painted(cells(report.spans, report.recomputed, width))
 
 
 def painted(map_cells: Sequence[str]) -> Text:

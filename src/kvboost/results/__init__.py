@@ -20,7 +20,8 @@ from kvboost.results.reports import (
     VerificationReport,
     kl_divergence,
 )
-from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport, Span, SpanKind
+from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport
+from kvboost.results.spans import Span, SpanKind
 from kvboost.results.timings import PHASES, Clock, Timings
 
 __all__ = [

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from kvboost.results.explanation import Explanation
 from kvboost.results.healing import Healing
-from kvboost.results.reuse import ReuseReport, Span, SpanKind
+from kvboost.results.reuse import ReuseReport
+from kvboost.results.spans import Span, SpanKind
 from kvboost.results.timings import Timings
 
 _SHOWN_CHARACTERS = 60

@@ -16,7 +16,8 @@ from kvboost.results.explanation import (
     cells,
     duration,
 )
-from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport, Span, SpanKind
+from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport
+from kvboost.results.spans import Span, SpanKind
 
 Decode = Callable[[Sequence[int]], str]
 SHOWN_TOKENS = 48
@@ -80,7 +81,7 @@ def explain(
         tuple(writer.part(start, end, kind, why) for start, end, kind, why in reasons),
         _divergence(facts, traces, token_ids, decode),
         report.notes,
-        cells(report),
+        cells(report.spans, report.recomputed),
     )
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from kvboost.config import LEAST_MOVED
-from kvboost.results.reuse import ReuseReport, SpanKind
+from kvboost.results.spans import Span, SpanKind
 
 RECOMPUTED = "recomputed"
 MARKS = {
@@ -202,22 +202,24 @@ def _tokens(number: int) -> str:
     return "token" if number == 1 else "tokens"
 
 
-def cells(report: ReuseReport, width: int = MAP_CELLS) -> tuple[str, ...]:
+def cells(
+    spans: Sequence[Span], recomputed: Sequence[int], width: int = MAP_CELLS
+) -> tuple[str, ...]:
     """A prompt in ``width`` cells: the kind of most tokens of each. A moved cell of which a fifth
     or more was computed again is ``"recomputed"``."""
-    total, found = report.prompt_tokens, []
+    total, found = spans[-1].end if spans else 0, []
     for cell in range(width if total else 0):
         start, end = cell * total / width, (cell + 1) * total / width
         shares = {
             kind: sum(
                 max(0.0, min(span.end, end) - max(span.start, start))
-                for span in report.spans
+                for span in spans
                 if span.kind is kind
             )
             for kind in SpanKind
         }
         kind = max(SpanKind, key=lambda kind: shares[kind])
-        again = bisect_left(report.recomputed, end) - bisect_left(report.recomputed, start)
+        again = bisect_left(recomputed, end) - bisect_left(recomputed, start)
         is_again = kind is SpanKind.MOVED and again >= 0.2 * shares[kind]
         found.append(RECOMPUTED if is_again else kind.value)
     return tuple(found)
