@@ -8,6 +8,7 @@ import torch
 
 from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.mixed import states_of
 from kvboost.cache.quantize import KVData, NewRows, plain
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
 
@@ -53,5 +54,6 @@ def make_chunk(
         bits=data.bits,
         nbytes=data.nbytes,
         origin=origin,
+        has_state=bool(states_of(data)),
     )
     return KVChunk(info, data)

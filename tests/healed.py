@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvboost import KVBoost
-from kvboost.model.kv import RequestKV
+from kvboost.model.mixed_kv import make_kv
 from kvboost.model.segment import Segment
 from kvboost.tokens.hashing import as_token_ids
 from test_reuse import HEADER, PASSAGES
@@ -26,14 +26,20 @@ def warmed(engine: KVBoost, salt: str = "") -> KVBoost:
 def num_exact(engine: KVBoost, ids: Sequence[int], salt: str = "") -> int:
     """How many rows of a sequence an exact hit covers. They must be those of a full prefill."""
     runtime = engine._runtime
-    found = RequestKV(engine._model.forward.shape, len(ids))
+    found = make_kv(engine._model.forward.shape, len(ids))
     with runtime.store.lookup(runtime.root(salt), as_token_ids(ids)) as known:
         for hit, data in runtime.store.fetch(known.exact):
             runtime.backend.packer.place(hit, data, found)
         end = known.exact[-1].end if known.exact else 0
     if end:
-        full = RequestKV(engine._model.forward.shape, len(ids))
+        full = make_kv(engine._model.forward.shape, len(ids))
         engine._model.forward([Segment(full, torch.tensor(ids[:end]), range(end))])
-        far = (found.rows(0, end) - full.rows(0, end)).abs().max()
+        far = max(
+            float((ours - theirs).abs().max())
+            for layer in range(full.shape.num_layers)
+            for ours, theirs in zip(
+                found.layer(layer, 0, end), full.layer(layer, 0, end), strict=True
+            )
+        )
         assert far < 1e-3, f"rows that are called exact are off by {far:.3g}"
     return end

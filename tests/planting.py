@@ -128,8 +128,8 @@ BAD_HEADERS: dict[str, dict[str, str]] = {
 
 OTHER_VERSIONS: dict[str, dict[str, str]] = {
     "an older format": {"format": "kvboost-chunk-0"},
-    "a newer format": {"format": "kvboost-chunk-2"},
-    "a newer format, signed": {"format": "kvboost-chunk-2-signed"},
+    "a newer format": {"format": "kvboost-chunk-3"},
+    "a newer format, signed": {"format": "kvboost-chunk-3-signed"},
     "a newer format without any of our fields": {
         **dict.fromkeys(("tokens", "position", "lineage", "nbytes"), "?"),
         "format": "kvboost-chunk-31",

@@ -46,6 +46,23 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GQA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     ),
+    # Layers of two shapes, full ones with K = V and partly rotated; the last two read earlier KV.
+    "gemma4_text": (
+        "Gemma4",
+        {
+            **_GQA,
+            **_WINDOW,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
     "phi": ("Phi", _GQA),
     "phi3": ("Phi3", _GQA),
     "phi3-window": ("Phi3", {**_GQA, **_WINDOW}),
@@ -68,7 +85,7 @@ ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
 def tiny_config(name: str, **changes: Any) -> Any:
     family, options = ALL_MODELS[name]
-    suffix = "TextConfig" if family == "Gemma3" else "Config"
+    suffix = "TextConfig" if family in ("Gemma3", "Gemma4") else "Config"
     return getattr(transformers, f"{family}{suffix}")(**{**options, **changes})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import save
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.quantize import Quantizer, plain
+from kvboost.cache.mixed import join_groups
+from kvboost.cache.quantize import KVData, Quantizer, plain
 from kvboost.tokens.hashing import branch_key, root_key
 
 OTHER = root_key("another chunk", "")
@@ -38,7 +40,15 @@ def chunks() -> list[KVChunk]:
             parent=OTHER,
             position=2,
         ),
+        make_chunk(range(70), data=join_groups(packed(16), [torch.randn(3, 5)])),
+        make_chunk(range(70), data=join_groups(packed(8))),
     ]
+
+
+def packed(bits: int) -> list[KVData]:
+    """Layers of two shapes."""
+    shapes = (2, 2, 1, 70, 8), (2, 3, 2, 70, 4)
+    return [Quantizer(bits, None).pack(torch.randn(shape), 0) for shape in shapes]
 
 
 HEADER = codec.read_header(codec.encode(make_chunk(range(5))))
@@ -55,7 +65,7 @@ def assert_same(left: KVChunk, right: KVChunk) -> None:
     assert described[0] == described[1]
 
 
-@pytest.mark.parametrize("chunk", chunks(), ids=["32", "16", "8", "4"])
+@pytest.mark.parametrize("chunk", chunks(), ids=["32", "16", "8", "4", "mixed", "mixed 8"])
 def test_a_chunk_is_the_same_after_encoding_and_decoding(chunk, tmp_path: Path) -> None:
     data = codec.encode(chunk)
     assert_same(codec.decode(data), chunk)
@@ -66,6 +76,18 @@ def test_a_chunk_is_the_same_after_encoding_and_decoding(chunk, tmp_path: Path) 
     path.write_bytes(bytes(len(data)))  # what was read does not lie in the file
     assert_same(read, chunk)
     assert codec.info(codec.read_header(data[: codec.header_length(data)])).key == chunk.key
+
+
+def test_only_chunks_of_layers_that_differ_have_the_newer_format() -> None:
+    """Earlier versions read the others as before, and leave these alone."""
+    formats = [codec.read_header(codec.encode(chunk))["format"] for chunk in chunks()]
+    assert formats == ["kvboost-chunk-1"] * 4 + ["kvboost-chunk-2"] * 2
+
+
+def test_a_chunk_must_have_the_state_that_its_header_says() -> None:
+    chunk = chunks()[4]
+    with pytest.raises(codec.BadChunk, match="does not describe"):
+        codec.decode(codec.encode(replace(chunk, info=replace(chunk.info, has_state=False))))
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -64,11 +64,9 @@ def test_attention_equals_attention_written_out(
     query = torch.randn(1, HEADS, len(positions), DIM, generator=generator).to(dtype)
     keys, values = kv.layer(0, 0, 20)
     fresh_keys, fresh_values = keys[:, :, ids], values[:, :, ids]
-    setattr(fresh_keys, attention.BATCH, attention.Batch([segment]))
-    module = torch.nn.Module()
-    module.layer_idx = 0
+    setattr(fresh_keys, attention.BATCH, (attention.Batch([segment]), 0))
     out, _ = attend(
-        module,
+        torch.nn.Module(),
         query,
         fresh_keys,
         fresh_values,
@@ -85,6 +83,6 @@ def test_attention_equals_attention_written_out(
 
 def test_unknown_kinds_of_attention_are_refused() -> None:
     keys = torch.zeros(1, 1, 1, 1)
-    setattr(keys, attention.BATCH, attention.Batch([]))
+    setattr(keys, attention.BATCH, (attention.Batch([]), 0))
     with pytest.raises(UnsupportedModelError, match="position_bias"):
         attend(torch.nn.Module(), keys, keys, keys, None, position_bias=keys)

@@ -31,10 +31,10 @@ def run(segments: list[Segment], query: torch.Tensor, window: int | None = None)
         torch.cat([layer[half][:, :, ids] for layer, ids in zip(fresh, rows, strict=True)], 2)
         for half in (0, 1)
     )
-    setattr(keys, attention.BATCH, attention.Batch(segments))
-    module = torch.nn.Module()
-    module.layer_idx = 0
-    return attend(module, query, keys, values, None, scaling=0.3, sliding_window=window)[0]
+    setattr(keys, attention.BATCH, (attention.Batch(segments), 0))
+    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.3, sliding_window=window)[
+        0
+    ]
 
 
 def on_base(base: RequestKV, count: int, num_tokens: int, seed: int) -> RequestKV:

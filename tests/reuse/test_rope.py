@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import RequestKV
+from kvboost.model.mixed_kv import make_kv
 from kvboost.reuse.rope import Rotation
 from tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
 
@@ -25,16 +25,18 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
     from kvboost.model.segment import Segment
 
-    pipeline, forward = engine._runtime, engine._model.forward
+    rotation, _ = engine._runtime.backend.rotation.at(0)
+    forward = engine._model.forward
     ids = torch.arange(40, 64)
     keys = []
     for start in (0, distance):
-        kv = RequestKV(forward.shape, start + len(ids))
+        kv = make_kv(forward.shape, start + len(ids))
         filler = torch.arange(start) % 7
         forward([Segment(kv, torch.cat([filler, ids]), range(start + len(ids)))])
-        keys.append(kv.rows(start, start + len(ids))[0])
-    moved = torch.empty_like(keys[0])
-    pipeline.backend.rotation.move(keys[0], distance, moved)
+        keys.append(kv.layer(0, start, start + len(ids))[0])
+    alike = keys[0].repeat(len(rotation.kinds), 1, 1, 1)
+    moved = torch.empty_like(alike)
+    rotation.move(alike, distance, moved)
     return moved[0], keys[1][0]
 
 
@@ -43,6 +45,15 @@ def test_moved_keys_of_layer_0_equal_computed_keys(name, tiny_engine) -> None:
     moved, direct = moved_and_direct(tiny_engine(name), 171)
     assert torch.allclose(moved, direct, atol=1e-4)
     assert not torch.allclose(moved, moved_and_direct(tiny_engine(name), 0)[1], atol=1e-2)
+
+
+def test_each_group_of_layers_rotates_its_own_way() -> None:
+    """The full layers of Gemma 4 have larger heads, of which a quarter rotates, and slower."""
+    kinds = ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 2
+    with make_engine(tiny_model("gemma4_text", layer_types=kinds)) as engine:
+        moved, direct = moved_and_direct(engine, 171)
+    assert moved.shape[-1] == 32
+    assert torch.allclose(moved, direct, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -27,12 +27,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.quantize import BITS, KVData, KVFormat
+from kvboost.cache.mixed import AnyFormat, format_of, is_plain, states_of
+from kvboost.cache.quantize import BITS, KVData
 from kvboost.cache.secret import Secret
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
 
 FORMAT = "kvboost-chunk-1"
-SIGNED_FORMAT = "kvboost-chunk-1-signed"
+MIXED_FORMAT = "kvboost-chunk-2"
+"""Of models whose layers differ (``cache/mixed.py``). Earlier versions of KVBoost cannot read it,
+and leave such chunks alone."""
+SIGNED = "-signed"
+FORMATS = (FORMAT, MIXED_FORMAT)
 HEADER_BYTES = 8192
 """Most headers are shorter: those of chunks of a few hundred tokens."""
 LONGEST_HEADER = 1 << 20
@@ -55,6 +60,7 @@ _FIELDS = frozenset(
     (
         *("format", "key", "parent", "before", "root", "model", "model_name", "tokens"),
         *("position", "lineage", "bits", "nbytes", "key_norm", "signature", "checksum"),
+        "state",
     )
 )
 
@@ -73,7 +79,7 @@ class Expected:
     """What a chunk must be before a request uses it."""
 
     planned: ChunkInfo
-    format: KVFormat | None = None
+    format: AnyFormat | None = None
     """The model's; None compares the tensors with one another only."""
 
     @property
@@ -87,7 +93,8 @@ class Expected:
 
 
 def encode(chunk: KVChunk, secret: Secret | None = None) -> bytes:
-    metadata = _metadata(chunk.info, FORMAT if secret is None else SIGNED_FORMAT)
+    format = FORMAT if is_plain(chunk.data.tensors) else MIXED_FORMAT
+    metadata = _metadata(chunk.info, format if secret is None else format + SIGNED)
     if secret is not None:
         metadata["signature"] = secret.sign(metadata)
     tensors = {name: one.cpu() for name, one in chunk.data.tensors.items()}
@@ -179,6 +186,7 @@ def info(
             origin=Origin(_name(metadata["model"]), _name(metadata["model_name"])),
             key_norm=float(metadata["key_norm"]),
             signed=signed,
+            has_state=_flag(metadata.get("state")),
         )
         naming = b"" if secret is None else secret.naming
         can_name = secret is not None or not signed
@@ -213,15 +221,16 @@ def _is_signed(metadata: Mapping[str, str], secret: Secret | None) -> bool:
     """Whether a header is signed. Raises ``BadChunk`` if it is not in a format of ours, or if it
     should be signed and is not, or not with this secret."""
     name = metadata["format"]
-    if name not in (FORMAT, SIGNED_FORMAT) and _ANY_FORMAT.fullmatch(name):
-        raise OtherVersion(f"format {name!r}; this version reads {FORMAT!r}")
+    known, signed = name.removesuffix(SIGNED) in FORMATS, name.endswith(SIGNED)
+    if not known and _ANY_FORMAT.fullmatch(name):
+        raise OtherVersion(f"format {name!r}; this version reads {' and '.join(FORMATS)}")
     if set(map(type, metadata.values())) != {str}:
         raise BadChunk("the header is not that of a chunk")
-    if name not in (FORMAT, SIGNED_FORMAT):
-        raise BadChunk(f"format {name[:100]!r}, not {FORMAT!r} or {SIGNED_FORMAT!r}")
+    if not known:
+        raise BadChunk(f"format {name[:100]!r}, not {' or '.join(FORMATS)}, signed or not")
     if secret is None:
-        return name == SIGNED_FORMAT
-    if name != SIGNED_FORMAT:
+        return signed
+    if not signed:
         raise BadChunk("it is not signed")
     content = {field: value for field, value in metadata.items() if field not in _NOT_SIGNED}
     if not secret.signed(content, metadata["signature"]):
@@ -240,6 +249,13 @@ def _number(text: str, limit: int) -> int:
     if _NUMBER.fullmatch(text) is None or int(text) >= limit:
         raise BadChunk(f"{text[:64]!r} is not a whole number below {limit}")
     return int(text)
+
+
+def _flag(text: str | None) -> bool:
+    """Whether a field that is "1" or missing is there."""
+    if text not in (None, "1"):
+        raise BadChunk(f"{text[:64]!r} is not 1")
+    return text is not None
 
 
 def _name(text: str) -> str:
@@ -263,6 +279,7 @@ def _metadata(info: ChunkInfo, format: str) -> dict[str, str]:
         "bits": str(info.bits),
         "nbytes": str(info.nbytes),
         "key_norm": repr(info.key_norm),
+        **({"state": "1"} if info.has_state else {}),
     }
 
 
@@ -285,7 +302,7 @@ def _check(
     if expected is not None and not described.is_as_planned(expected.planned):
         raise BadChunk("it is not the chunk that was planned")
     format = expected.format if expected is not None else None
-    format = format or KVFormat.of(described.bits, tensors)
+    format = format or format_of(described.bits, tensors)
     position = described.base_position
     if format is None or not format.describes(
         described.bits, described.num_tokens, position, tensors
@@ -307,7 +324,7 @@ def _check(
     if not _same(digest.hex(), metadata.get("checksum", "")):
         raise BadChunk("the checksum does not match")
     data = KVData(described.bits, kept)
-    if data.nbytes != described.nbytes:
+    if data.nbytes != described.nbytes or bool(states_of(data)) != described.has_state:
         raise BadChunk("the header does not describe the data")
     return KVChunk(described, data)
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
-from kvboost.cache.quantize import KVFormat
+from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats, TierStats
@@ -30,7 +30,7 @@ class ChunkData:
         self,
         tiers: Tiers,
         *,
-        format: KVFormat | None = None,
+        format: AnyFormat | None = None,
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
     ) -> None:
         self._lock = threading.RLock()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.mixed import states_of
 from kvboost.cache.quantize import KVData
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
@@ -111,6 +112,7 @@ class Naming:
             origin=self._origin,
             key_norm=0.0 if data is None else data.key_norm,
             signed=bool(self._secret),
+            has_state=data is not None and bool(states_of(data)),
         )
 
     def can_use(self, info: ChunkInfo) -> bool:

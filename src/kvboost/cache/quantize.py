@@ -32,8 +32,9 @@ _LEAST_STEP = 1e-6  # half precision has no much smaller ones
 @dataclass(frozen=True, eq=False)
 class KVData:
     """Immutable. With 16 bits one tensor ``kv``, ``[2, layers, kv_heads, tokens, head_dim]``,
-    keys first and rotated, in the model's own dtype, so that moving a chunk is one copy. Quantized,
-    with ``groups`` of keys and ``rest`` keys after them::
+    keys first and rotated, in the model's own dtype, so that moving a chunk is one copy; where a
+    row is both key and value, ``[1, ...]``. Quantized, with ``groups`` of keys and ``rest`` keys
+    after them::
 
         keys         [layers, kv_heads, groups, GROUP, head_dim], 4 bits: two in a byte
         keys_range   [layers, kv_heads, groups, 2, head_dim], least value and step
@@ -61,9 +62,8 @@ class KVData:
 
     @property
     def num_tokens(self) -> int:
-        if self.bits == 16:
-            return self.tensors[PLAIN].shape[3]
-        return self.tensors["values"].shape[2]
+        full = self.tensors.get(PLAIN)
+        return self.tensors["values"].shape[2] if full is None else full.shape[3]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """The same with every tensor changed, for example moved to another device."""
@@ -101,6 +101,8 @@ class KVFormat:
     dtype: torch.dtype
     bits: int = 16
     """Besides 16, which is used where KV cannot be quantized."""
+    sides: int = 2
+    """2: keys and values. 1: rows that serve as both, which are not quantized."""
 
     @classmethod
     def of(cls, bits: int, tensors: Mapping[str, torch.Tensor]) -> KVFormat | None:
@@ -108,7 +110,8 @@ class KVFormat:
         full = tensors.get(PLAIN if bits == 16 else "first")
         if full is None or full.dim() != 5 or not full.is_floating_point():
             return None
-        return cls(full.shape[1], full.shape[2], full.shape[4], full.dtype, bits)
+        sides, layers, heads, _, dim = full.shape
+        return cls(layers, heads, dim, full.dtype, bits, sides)
 
     def describes(
         self, bits: int, num_tokens: int, position: int, tensors: Mapping[str, torch.Tensor]
@@ -136,7 +139,7 @@ class KVFormat:
         """As :class:`KVData` draws them."""
         heads, dim = (self.num_layers, self.num_kv_heads), self.head_dim
         if bits == 16:
-            return {PLAIN: (self.dtype, (2, *heads, num_tokens, dim))}
+            return {PLAIN: (self.dtype, (self.sides, *heads, num_tokens, dim))}
         groups, rest = divmod(num_tokens, GROUP)
         first = min(num_tokens, max(0, FIRST_ROWS - position))
         codes = dim if bits == 8 else dim // 2
@@ -264,7 +267,7 @@ class Quantizer:
         if distance == 0:
             out.copy_(kv, non_blocking=True)
         else:
-            out[1].copy_(kv[1], non_blocking=True)
+            out[1:].copy_(kv[1:], non_blocking=True)
             self._move(kv[0].to(out.device, non_blocking=True), distance, out[0])
 
     def _unpack(

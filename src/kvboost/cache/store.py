@@ -26,8 +26,9 @@ from kvboost.cache.holdings import Holdings
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.parts import Cut, Naming
-from kvboost.cache.quantize import KVData, KVFormat
+from kvboost.cache.quantize import KVData
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.stats import StoreStats
@@ -54,7 +55,7 @@ class ChunkStore:
         *,
         cut: Cut,
         origin: Origin,
-        format: KVFormat | None = None,
+        format: AnyFormat | None = None,
         window: int = WINDOW,
         max_chunks: int | None = None,
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,

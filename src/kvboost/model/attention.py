@@ -23,9 +23,9 @@ from kvboost.model.segment import Segment, grid_of, round_up, rows_first, split
 
 NAME = "kvboost"
 BATCH = "kvboost_batch"
-"""The attribute of the fresh keys that tells ``attend`` which batch they belong to. Keyword
-arguments of the model's call would be the ordinary way, but not every architecture passes them on.
-"""
+"""The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
+Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
+them on, and some layers attend to the keys of an earlier one."""
 
 
 class StopForward(Exception):
@@ -128,8 +128,8 @@ def attend(
     """Attention of packed segments. ``query`` is ``[1, heads, total, dim]``; ``key`` and ``value``
     are the fresh rows, which the cache's ``update`` has already written to each request's KV;
     ``key`` carries the batch. Returns ``[1, total, heads, dim]``."""
-    batch: Batch | None = getattr(key, BATCH, None)
-    if batch is None:
+    belongs: tuple[Batch, int] | None = getattr(key, BATCH, None)
+    if belongs is None:
         raise RuntimeError(
             "this model's attention is bound to KVBoost; call it through the engine, or give it "
             "back to transformers with model.set_attn_implementation('sdpa')"
@@ -137,8 +137,8 @@ def attend(
     for unsupported in ("s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise UnsupportedModelError(f"attention with {unsupported} is not supported")
+    batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch.show(layer, query, scale, sliding_window)
     out = batch.attend(layer, query, key, value, scale, sliding_window, softcap)
     batch.pause()

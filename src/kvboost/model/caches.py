@@ -1,8 +1,13 @@
-"""What transformers sees as ``past_key_values``."""
+"""What transformers sees as ``past_key_values``.
+
+A model may have layers without KV of their own: layers that read what an earlier layer stored, and
+layers of another kind. KVBoost numbers those that have KV from zero on; ``layers`` gives the number
+of each of the model's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,22 +16,24 @@ from transformers import PreTrainedModel
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.kv_shape import AnyShape, shape_of
 from kvboost.model.segment import Segment
 
 
 class PackedCache:
     """Writes the fresh rows of a batch and returns them."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, layers: Mapping[int, int]) -> None:
         self.batch = batch
+        self._layers = layers
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.batch.pause()
-        self.batch.write(layer_idx, keys, values)
-        setattr(keys, attention.BATCH, self.batch)
+        layer = self._layers[layer_idx]
+        self.batch.write(layer, keys, values)
+        setattr(keys, attention.BATCH, (self.batch, layer))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -45,9 +52,15 @@ class SequenceCache:
 
     is_compileable = False
 
-    def __init__(self, segment: Segment, between_parts: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        layers: Mapping[int, int],
+        between_parts: Callable[[], None] | None = None,
+    ) -> None:
         assert isinstance(segment.positions, range), "only a sequence without gaps"
         self._segment = segment
+        self._layers = layers
         self._between_parts = between_parts
         self._lengths: dict[int, int] = {}
 
@@ -57,9 +70,10 @@ class SequenceCache:
         segment = self._segment
         if self._between_parts is not None:
             self._between_parts()
-        segment.kv.write(layer_idx, segment.positions, keys, values)
+        layer = self._layers[layer_idx]
+        segment.kv.write(layer, segment.positions, keys, values)
         self._lengths[layer_idx] = segment.end
-        return segment.kv.layer(layer_idx, 0, segment.end)
+        return segment.kv.layer(layer, 0, segment.end)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._lengths.get(layer_idx, self._segment.first)
@@ -75,7 +89,7 @@ class ShapeProbe(PackedCache):
     """Records the shape of every layer's KV instead of keeping it."""
 
     def __init__(self) -> None:
-        super().__init__(Batch(()))
+        super().__init__(Batch(()), {})
         self.seen: dict[int, torch.Tensor] = {}
 
     def update(
@@ -90,9 +104,9 @@ class ShapeProbe(PackedCache):
         return keys, values
 
 
-def observe_shape(model: PreTrainedModel) -> tuple[KVShape, int]:
-    """The shape of a model's KV and the number of its logits, found by running one token through
-    the unchanged model."""
+def observe_shape(model: PreTrainedModel) -> tuple[AnyShape, Mapping[int, int], int]:
+    """The shape of a model's KV, the numbers of the layers that have some, and the number of its
+    logits, found by running one token through the unchanged model."""
     probe = ShapeProbe()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
@@ -109,12 +123,6 @@ def observe_shape(model: PreTrainedModel) -> tuple[KVShape, int]:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps no keys and values: there is nothing to reuse"
         )
-    shapes = {tuple(keys.shape) for keys in probe.seen.values()}
-    if len(shapes) != 1 or sorted(probe.seen) != list(range(len(probe.seen))):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps KV of shapes {sorted(shapes)} in layers "
-            f"{sorted(probe.seen)}; KVBoost needs the same shape in every layer"
-        )
-    keys = probe.seen[0]
-    shape = KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
-    return shape, int(logits.shape[-1])
+    layers = {layer: number for number, layer in enumerate(sorted(probe.seen))}
+    shape = shape_of([probe.seen[layer] for layer in layers])
+    return shape, layers, int(logits.shape[-1])

@@ -43,6 +43,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": ROPE,
     "gemma2": ROPE,
     "gemma3_text": ROPE,
+    "gemma4_text": ROPE,
     "phi": ROPE,
     "phi3": ROPE,
     "stablelm": ROPE,

@@ -26,6 +26,7 @@ from kvboost.model.attention import Batch
 from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.decoder import (
     DecoderLayer,
     compare_forward,
@@ -89,13 +90,15 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
-        self.shape, self.num_logits = observe_shape(model)
+        self.shape, self.layers, self.num_logits = observe_shape(model)
+        """``layers``: for each of the model's layers that has KV of its own, its number among
+        them."""
         self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
         self._head: Head | None = None
-        if self._kernels is not None:
+        if self._kernels is not None and self.is_uniform:
             self._install_layers(fast_layers or FastLayers())
 
     def _install_layers(self, packed: FastLayers) -> None:
@@ -104,7 +107,7 @@ class Forward:
         if not layers:
             return
         self._head = install_head(self.model)
-        kv = RequestKV(self.shape, 2 * PROBED)
+        kv = RequestKV(self.uniform_shape, 2 * PROBED)
         rows = torch.arange(1, PROBED, device=self.shape.device)
         probe = [Segment(kv, rows, range(PROBED, 2 * PROBED - 1), PROBED - 1)]
         if packed.is_quantized:
@@ -138,6 +141,18 @@ class Forward:
     def takes_steps(self) -> bool:
         """Whether rows of several requests may share a forward, whatever their positions."""
         return self.packed and self._alone_beyond is None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have KV of their own and of one shape, keys and values."""
+        alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
+        return alike and all(layer == number for layer, number in self.layers.items())
+
+    @property
+    def uniform_shape(self) -> KVShape:
+        """The shape of all layers, for what serves only models in which they are alike."""
+        assert isinstance(self.shape, KVShape) and self.shape.sides == 2
+        return self.shape
 
     @property
     def has_kernels(self) -> bool:
@@ -176,7 +191,10 @@ class Forward:
             self.bind()
             if not self.packed:
                 between = self.between_parts
-                runs = [self._run([each], SequenceCache(each, between)) for each in segments]
+                runs = [
+                    self._run([each], SequenceCache(each, self.layers, between))
+                    for each in segments
+                ]
                 return torch.cat(runs)
             try:
                 if self._must_run_apart(segments):
@@ -246,7 +264,7 @@ class Forward:
         logits: torch.Tensor = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
-            past_key_values=PackedCache(batch),
+            past_key_values=PackedCache(batch, self.layers),
             use_cache=True,
             **some,
         ).logits[0]
@@ -264,9 +282,9 @@ class Forward:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 
-            return self._run(segments, PackedCache(PagedBatch(segments)))
+            return self._run(segments, PackedCache(PagedBatch(segments), self.layers))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        cache = PackedCache(Batch(segments, kernels, self.between_parts))
+        cache = PackedCache(Batch(segments, kernels, self.between_parts), self.layers)
         if self._head is None:
             return self._run(segments, cache)
         with self._head.turned(on=kernels is not None):

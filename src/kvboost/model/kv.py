@@ -40,8 +40,7 @@ class SharedRows(Prefix):
         self._shorter: dict[int, SharedRows] = {}
         if shorter is not None:
             self._shorter = {shorter.count: shorter, **shorter._shorter}
-        rows = data.narrow(3, 0, count)
-        self.keys, self.values = (half.unsqueeze(1).unbind(0) for half in rows.unbind(0))
+        self.keys, self.values = _by_layer(data.narrow(3, 0, count))
 
     def first(self, count: int) -> SharedRows:
         """The first ``count`` of them; every call returns the same object."""
@@ -56,8 +55,9 @@ class SharedRows(Prefix):
 
 class RequestKV:
     """Row ``p`` holds the token at position ``p``. ``data`` is ``[2, layers, kv_heads, capacity,
-    head_dim]``, keys first, and holds the rows from ``start`` on; rows that were never written
-    hold arbitrary finite numbers. The rows of ``base`` are read from there and never written::
+    head_dim]``, keys first, or has one side that is both. It holds the rows from ``start`` on; rows
+    that were never written hold arbitrary finite numbers. The rows of ``base`` are read from there
+    and never written::
 
         base   |=====================|
         data                         |------------|      start = base.count
@@ -90,7 +90,7 @@ class RequestKV:
     def _hold(self, data: torch.Tensor) -> None:
         self.data = data
         # A view per layer, made once: on a GPU every view made per step costs as much as a kernel.
-        self._keys, self._values = (half.unsqueeze(1).unbind(0) for half in data.unbind(0))
+        self._keys, self._values = _by_layer(data)
 
     @property
     def capacity(self) -> int:
@@ -184,6 +184,16 @@ class RequestKV:
         to be changed until the context exits. They must be the request's own."""
         yield self.layer(layer, start, end)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its buffer."""
+        return self.data.nbytes
+
+    @property
+    def is_lent_on(self) -> bool:
+        """Whether other requests may read its buffer, which lives as long as they do."""
+        return self.base is not None and self.base.data is self.data
+
     def memory(self) -> dict[int, int]:
         """The memory that this request's rows are in: bytes by an identity, so that what several
         requests share is counted once."""
@@ -207,11 +217,13 @@ class RequestKV:
         if isinstance(positions, range):
             first = positions.start - self.start
             self._keys[layer].narrow(2, first, len(positions)).copy_(keys)
-            self._values[layer].narrow(2, first, len(positions)).copy_(values)
+            if self._values is not self._keys:
+                self._values[layer].narrow(2, first, len(positions)).copy_(values)
         else:
             rows = positions - self.start if self.start else positions
             self._keys[layer].index_copy_(2, rows, keys)
-            self._values[layer].index_copy_(2, rows, values)
+            if self._values is not self._keys:
+                self._values[layer].index_copy_(2, rows, values)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``:
@@ -234,6 +246,17 @@ class RequestKV:
                 (self.base.values, self._values),
             )
         )
+
+
+Layers = tuple[torch.Tensor, ...]
+"""One tensor for each layer."""
+
+
+def _by_layer(data: torch.Tensor) -> tuple[Layers, Layers]:
+    """Views of keys and values, ``[1, kv_heads, tokens, head_dim]`` for each layer: the same ones
+    where a row is both."""
+    sides = [side.unsqueeze(1).unbind(0) for side in data.unbind(0)]
+    return sides[0], sides[-1]
 
 
 class LargerPool(Protocol):
@@ -285,9 +308,8 @@ class KVPool:
             with self.far.lend(num_tokens) as far:
                 yield far
             return
-        assert base is None or isinstance(base, SharedRows)
         kv = self._take(num_tokens - (base.count if base else 0))
-        kv.attach_prefix(base)
+        kv.attach_prefix(base)  # type: ignore[arg-type]  # of the kind that this pool's KV shares
         del base  # it is freed with the last request that reads it
         try:
             yield kv
@@ -323,8 +345,8 @@ class KVPool:
         return min(fitting, key=lambda kv: kv.capacity, default=None)
 
     def _give(self, kv: RequestKV) -> None:
-        if kv.base is not None and kv.base.data is kv.data:
-            return  # others may read it: it is freed with the last of them
+        if kv.is_lent_on:
+            return  # it is freed with the last of those who read it
         kv.attach_prefix(None)
         # Never waits: the garbage collector may run this in a thread that holds the lock.
         if not self._lock.acquire(blocking=False):
@@ -337,7 +359,7 @@ class KVPool:
             self._lock.release()
 
     def _idle_bytes(self) -> int:
-        return sum(kv.data.nbytes for kv in self._idle)
+        return sum(kv.nbytes for kv in self._idle)
 
     def clear(self) -> None:
         """Frees the buffers that no request uses."""

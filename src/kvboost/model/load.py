@@ -59,8 +59,9 @@ class LoadedModel:
     """Identifies everything about the model that its KV depends on."""
     context_length: int | None
     eos_ids: frozenset[int]
-    frequencies: torch.Tensor | None
-    """``[layers, pairs]``: the angle by which keys rotate per position; None if they do not."""
+    frequencies: list[torch.Tensor] | None
+    """``[pairs]`` for each layer that has KV: the angles by which its keys rotate per position;
+    None if they do not."""
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
 
@@ -77,7 +78,7 @@ class LoadedModel:
     def attention_share(self) -> float:
         """What attending to one key costs, as a share of what one row costs in the weights."""
         shape = self.forward.shape
-        per_key = 2 * self.num_heads * shape.head_dim * shape.num_layers
+        per_key = 2 * self.num_heads * shape.key_channels
         return float(per_key / num_weights(self.forward.model, embeddings=False))
 
     @property
@@ -273,7 +274,7 @@ def wrap(
         fingerprint=identity,
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
-        frequencies=frequencies(model, support, forward.shape.num_layers),
+        frequencies=frequencies(model, support, forward.layers),
         placement=placement,
     )
     if loaded.slow_dtype is not None:

@@ -125,7 +125,7 @@ def load_part(
         **hf_kwargs,
     )
     loaded = wrap(model, tokenizer, name=os.fspath(name), strict=strict, make_forward=make_forward)
-    here, whole = loaded.forward.shape.num_kv_heads, num_kv_heads(model.config)
+    here, whole = loaded.forward.uniform_shape.num_kv_heads, num_kv_heads(model.config)
     if here not in (whole, whole // tp_size):
         raise UnsupportedModelError(
             f"tp_size={tp_size}: transformers gives a rank {here} of the {whole} KV heads of "

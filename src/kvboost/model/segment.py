@@ -77,7 +77,7 @@ class Segment:
     beside_ahead: Segment | None = None
     observes: bool = False
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
-    _own_mask: torch.Tensor | None = field(default=None, repr=False)
+    _own_masks: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._num_rows = self.token_ids.shape[0]  # read in every layer
@@ -127,10 +127,10 @@ class Segment:
     def own_mask(self, groups: int, like: torch.Tensor) -> torch.Tensor:
         """The mask over the request's own rows, for the queries of ``groups`` heads as rows of one
         matrix: additive ``[groups * rows, keys]``, on the grid; made once a forward."""
-        if self._own_mask is None:
+        if groups not in self._own_masks:
             rows = self.position_ids(like.device) - self.kv.own_start
-            self._own_mask = Block.of(0, rows, None, like).mask.repeat(groups, 1)
-        return self._own_mask
+            self._own_masks[groups] = Block.of(0, rows, None, like).mask.repeat(groups, 1)
+        return self._own_masks[groups]
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
         """The rows in blocks, each with the keys it may attend to; made once a forward."""

@@ -68,7 +68,7 @@ def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) 
     if rows == 1:
         keys, values = segment.kv.layer(layer, first, segment.end)
         return attend_part(query, keys, values, scale)
-    groups = query.shape[1] // segment.kv.shape.num_kv_heads
+    groups = query.shape[1] // segment.kv.shape.of(layer).num_kv_heads
     mask = segment.own_mask(groups, query)
     keys, values = segment.kv.layer(layer, first, first + mask.shape[1])
     padded = pad(query, (0, 0, 0, mask.shape[0] // groups - rows))

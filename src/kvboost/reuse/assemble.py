@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.mixed import group_of, join_groups
 from kvboost.cache.quantize import KVData, NewRows, Quantizer
+from kvboost.model.mixed_kv import MixedKV
 
 
 class KVRows(Protocol):
@@ -66,5 +69,33 @@ class Packer:
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
             return self._quantizer.pack_all(kv.rows(parts[0].start, parts[-1].end), parts)
+
+        return pack
+
+
+class MixedPacker(Packer):
+    """The same for models whose layers differ: one quantizer for each group of layers."""
+
+    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
+        self._quantizers = quantizers
+
+    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+        assert isinstance(kv, MixedKV)
+        for number, (group, quantizer) in enumerate(zip(kv.groups, self._quantizers, strict=True)):
+            place(hit, group_of(data, number), group, quantizer, share)
+
+    def packing(self, kv: KVRows) -> Pack:
+        assert isinstance(kv, MixedKV)
+
+        def pack(parts: Sequence[NewRows]) -> list[KVData]:
+            start, end = parts[0].start, parts[-1].end
+            groups = []
+            for number, group in enumerate(kv.groups):
+                own = [
+                    part if part.like is None else replace(part, like=group_of(part.like, number))
+                    for part in parts
+                ]
+                groups.append(self._quantizers[number].pack_all(group.rows(start, end), own))
+            return [join_groups(part) for part in zip(*groups, strict=True)]
 
         return pack

@@ -14,7 +14,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.driver import ShiftedRows
-from kvboost.reuse.rope import Rotation
+from kvboost.reuse.rope import AnyRotation
 from kvboost.reuse.shift import Positions, Shift, Spans
 
 
@@ -46,7 +46,7 @@ class BufferedRows:
 
     slice_rows: int | None = None
 
-    def __init__(self, kv: RequestKV, packer: Packer, rotation: Rotation | None) -> None:
+    def __init__(self, kv: RequestKV, packer: Packer, rotation: AnyRotation | None) -> None:
         self._kv, self._packer, self._rotation = kv, packer, rotation
 
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:

@@ -46,6 +46,10 @@ class Rotation:
         self._different = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
         """One entry for all layers if they rotate alike."""
 
+    def at(self, layer: int) -> tuple[Rotation, int]:
+        """The rotation of the layers like ``layer``, and its number among them."""
+        return self, layer
+
     def move(self, keys: torch.Tensor, distance: int, out: torch.Tensor) -> None:
         """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, moved by ``distance`` positions
         into ``out``. Computed in float32, rounded once."""
@@ -127,6 +131,27 @@ class Rotation:
             rotating = keys[..., : 2 * num_pairs]
             return rotating[..., 0::2], rotating[..., 1::2]
         return keys[..., :num_pairs], keys[..., num_pairs : 2 * num_pairs]
+
+
+class MixedRotation:
+    """Of a model whose layers differ: the rotation of each group of layers that are alike.
+    ``places`` gives for each layer its group, and its number in that group."""
+
+    def __init__(self, groups: Sequence[Rotation], places: Sequence[tuple[int, int]]) -> None:
+        self.groups = tuple(groups)
+        self._places = places
+        kinds = [(group, self.groups[group].kinds[number]) for group, number in places]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        self.kinds = [numbers[kind] for kind in kinds]
+        """As :attr:`Rotation.kinds`."""
+
+    def at(self, layer: int) -> tuple[Rotation, int]:
+        """As :meth:`Rotation.at`."""
+        group, number = self._places[layer]
+        return self.groups[group], number
+
+
+AnyRotation = Rotation | MixedRotation
 
 
 def _cos_sin(angles: torch.Tensor, device: torch.device) -> CosSin:

@@ -19,7 +19,7 @@ import torch
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.model.segment import Hook, heads_first
-from kvboost.reuse.rope import CosSin, Rotation
+from kvboost.reuse.rope import AnyRotation, CosSin
 
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""
@@ -117,7 +117,7 @@ class Shift(Hook):
     ``positions``, on the device, are all rows of the segment, in order.
     """
 
-    def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
+    def __init__(self, rotation: AnyRotation, positions: torch.Tensor, spans: Spans) -> None:
         self.args = (positions, spans)
         self._rotation = rotation
         at, device = positions.cpu().numpy(), positions.device
@@ -155,8 +155,9 @@ class Shift(Hook):
         rows = RecomputedRows(*self._rows, *here)
         by_cos, by_sin, of_values = self._offsets(*moved_rows.errors(kv, layer, keys, values, rows))
         # Rotate back to position 0, which commutes with the sum.
-        along = by_cos - self._rotation.quarter_turn(by_sin)
-        across = self._rotation.quarter_turn(along)
+        rotation, _ = self._rotation.at(layer)
+        along = by_cos - rotation.quarter_turn(by_sin)
+        across = rotation.quarter_turn(along)
         moved_rows.shift(kv, layer, self._start, self._offset_of, (along, across), there, of_values)
 
     def _offsets(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -177,8 +178,9 @@ class Shift(Hook):
         kind = self._rotation.kinds[layer]
         if kind not in self._cos_sin:
             touched = torch.arange(self._start, self._end, device=keys.device)
+            rotation, number = self._rotation.at(layer)
             here, there = (
-                self._rotation.spread(self._rotation.cos_sin(layer, rows), keys.shape[-1])
+                rotation.spread(rotation.cos_sin(number, rows), keys.shape[-1])
                 for rows in (self._fresh, touched)
             )
             cos, sin = (part.to(keys.dtype) for part in there)

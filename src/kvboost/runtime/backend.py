@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.mixed import AnyFormat, MixedFormat
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers, open_tiers
@@ -18,12 +21,14 @@ from kvboost.model.far.store import FarStore
 from kvboost.model.forward import Forward
 from kvboost.model.host_memory import host_memory
 from kvboost.model.kv import KVPool, Prefix, RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.load import LoadedModel
+from kvboost.model.mixed_kv import make_pool
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.reuse.assemble import Packer
+from kvboost.reuse.assemble import MixedPacker, Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
-from kvboost.reuse.rope import Rotation
+from kvboost.reuse.rope import AnyRotation, MixedRotation, Rotation
 from kvboost.runtime.devices import device_of
 
 if TYPE_CHECKING:
@@ -57,9 +62,7 @@ class Backend:
         self.tiers = self._open_tiers()
         self.pool = self._make_pool()
         self.pool.far = self._open_far()
-        bits, measures = config.kv_cache_bits, config.key_norms
-        quantizer = make_quantizer(model, self.rotation, self.tiers.ram, bits, measures)
-        self.packer = self._make_packer(quantizer)
+        self.packer = self._make_packer()
         # How many rows of a forward there is memory for; None: for any slice.
         most = None if model.placement is None else model.placement.plan.most_rows
         self.prefill_slice = config.prefill_slice or most or kind.slice_rows
@@ -88,10 +91,12 @@ class Backend:
         return self.model.support.reuse_limit is None
 
     @property
-    def kv_format(self) -> KVFormat:
+    def kv_format(self) -> AnyFormat:
         """What chunks look like in slow tiers."""
         shape, bits = self.model.forward.shape, self._config.kv_cache_bits
-        return KVFormat(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, bits)
+        if isinstance(shape, KVShape):
+            return group_format(shape, bits)
+        return MixedFormat(tuple(group_format(group, bits) for group in shape.groups))
 
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
@@ -134,10 +139,21 @@ class Backend:
         return open_tiers(self._config, device, locked, self.kept_bytes)
 
     def _make_pool(self) -> KVPool:
-        return KVPool(self.model.forward.shape, MAX_IDLE)
+        return make_pool(self.model.forward.shape, MAX_IDLE)
 
-    def _make_packer(self, quantizer: Quantizer) -> Packer:
-        return Packer(quantizer)
+    def _make_packer(self) -> Packer:
+        shape, rotation = self.model.forward.shape, self.rotation
+        if isinstance(shape, KVShape):
+            assert not isinstance(rotation, MixedRotation)
+            return Packer(self._make_quantizer(shape, rotation))
+        none = [None] * len(shape.groups)
+        rotations = rotation.groups if isinstance(rotation, MixedRotation) else none
+        return MixedPacker(list(map(self._make_quantizer, shape.groups, rotations)))
+
+    def _make_quantizer(self, shape: KVShape, rotation: Rotation | None) -> Quantizer:
+        bits = group_format(shape, self._config.kv_cache_bits).bits
+        measures = self._config.key_norms
+        return make_quantizer(self.model, rotation, self.tiers.ram, bits, measures)
 
     @property
     def _near_bytes(self) -> int:
@@ -147,22 +163,28 @@ class Backend:
     def _open_far(self) -> FarStore | None:
         """The far memory; None if there is none. Raises ConfigError if it is asked for and the
         model cannot use it."""
-        config, shape, near = self._config, self.model.forward.shape, self._near_bytes
+        config, forward, near = self._config, self.model.forward, self._near_bytes
         if not config.far_kv_bytes:
             return None
         refusal = self.no_far or _why_not_far(self.model)
-        place = refusal or self.device.far_place(config, shape, near)
+        place = refusal or self.device.far_place(config, forward.uniform_shape, near)
         if isinstance(place, str):
             raise ConfigError(
                 f"far_kv_bytes={config.far_kv_bytes:,} cannot be used: {place}; leave it at 0"
             )
         fits = self.max_kv_bytes - (near if self.device.may_page else 0)
         return FarStore(
-            shape, place, fits_bytes=fits, near_bytes=near, far_bytes=config.far_kv_bytes
+            forward.uniform_shape,
+            place,
+            fits_bytes=fits,
+            near_bytes=near,
+            far_bytes=config.far_kv_bytes,
         )
 
 
 def _why_not_far(model: LoadedModel) -> str | None:
+    if not model.forward.is_uniform:
+        return "the KV of this model's layers differs"
     if not model.forward.packed:
         return "this model keeps its own attention, which reads all rows from one place"
     if model.support.reuse_limit is not None:
@@ -175,12 +197,29 @@ def _why_not_far(model: LoadedModel) -> str | None:
     return None
 
 
-def rotation_of(model: LoadedModel) -> Rotation | None:
+def rotation_of(model: LoadedModel) -> AnyRotation | None:
     """How keys rotate to another position; None if the model has no rotary positions."""
     if model.frequencies is None:
         return None
-    interleaved = model.support.architecture.interleaved
-    return Rotation(model.frequencies, interleaved=interleaved, kernel=move_keys)
+    shape, interleaved = model.forward.shape, model.support.architecture.interleaved
+    if isinstance(shape, KVShape):
+        every = torch.stack(model.frequencies)
+        return Rotation(every, interleaved=interleaved, kernel=move_keys)
+    of_groups: list[list[torch.Tensor]] = [[] for _ in shape.groups]
+    for (group, _), of_layer in zip(shape.places, model.frequencies, strict=True):
+        of_groups[group].append(of_layer)
+    rotations = [
+        Rotation(torch.stack(some), interleaved=interleaved, kernel=move_keys) for some in of_groups
+    ]
+    return MixedRotation(rotations, shape.places)
+
+
+def group_format(shape: KVShape, bits: int) -> KVFormat:
+    """How layers of one shape are stored. Rows that are keys and values in one are not
+    quantized."""
+    bits = bits if shape.sides == 2 else 16
+    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    return KVFormat(*sizes, shape.dtype, bits, shape.sides)
 
 
 def make_quantizer(

@@ -33,6 +33,7 @@ from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
 from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.request import RequestRows
+from kvboost.reuse.rope import MixedRotation
 from kvboost.reuse.step_times import size_of
 from kvboost.runtime.backend import Backend
 from kvboost.runtime.scheduler import MOST_BESIDE_HEALING
@@ -171,7 +172,7 @@ class PagedBackend(Backend):
 
     def _make_pool(self) -> PagedPool:
         return PagedPool(
-            self.model.forward.shape,
+            self.model.forward.uniform_shape,
             self._slab_bytes,
             self._config.max_running,
             self.model.context_length,
@@ -188,7 +189,9 @@ class PagedBackend(Backend):
         if not forward.streams:
             capture = make_capture(slab.shape.device, config.graphs, config.device_memory)
         paged = PagedForward(forward, slab, capture)
-        kernels, heads = GpuKernels(SlabPages(slab), self.rotation), self.model.num_heads
+        rotation = self.rotation
+        assert not isinstance(rotation, MixedRotation)
+        kernels, heads = GpuKernels(SlabPages(slab), rotation), self.model.num_heads
         self.forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
         paged.runner = self.forwards
         capacity = min(slab.most_rows, MOST_KEYS)

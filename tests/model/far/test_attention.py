@@ -32,10 +32,10 @@ def run(kv: RequestKV, positions, query, layer, *, absent=None, window=None, ker
     segment = Segment(kv, torch.zeros(len(positions)), positions, absent=absent)
     at = segment.position_ids(torch.device("cpu"))
     keys, values = (part[:, :, at] for part in kv.layer(layer, 0, segment.end))
-    setattr(keys, attention.BATCH, Batch([segment], kernels))
-    module = torch.nn.Module()
-    module.layer_idx = layer
-    return attend(module, query, keys, values, None, scaling=0.3, sliding_window=window)[0]
+    setattr(keys, attention.BATCH, (Batch([segment], kernels), layer))
+    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.3, sliding_window=window)[
+        0
+    ]
 
 
 @settings(max_examples=60)

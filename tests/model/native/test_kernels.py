@@ -47,10 +47,8 @@ def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.
     values = torch.randn(1, total, KV_HEADS, dim).to(dtype).transpose(1, 2)
     batch = Batch(segments, kernels)
     batch.write(1, keys, values)
-    setattr(keys, attention.BATCH, batch)
-    module = torch.nn.Module()
-    module.layer_idx = 1
-    return attend(module, query, keys, values, None, scaling=0.2)[0]
+    setattr(keys, attention.BATCH, (batch, 1))
+    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.2)[0]
 
 
 def batch_of(name: str, shape: KVShape) -> list[Segment]:

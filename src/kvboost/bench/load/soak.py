@@ -284,7 +284,7 @@ def levels(samples: Sequence[float]) -> list[float]:
 
 
 def _chunk_bytes(model: LoadedModel) -> int:
-    one = model.forward.shape.allocate(EngineConfig().chunk_size)
+    one = model.forward.uniform_shape.allocate(EngineConfig().chunk_size)
     return one.numel() * one.element_size()
 
 

@@ -106,7 +106,7 @@ class _Run:
             narrow["intermediate_size"] = NARROW
         self._model = random_model(settings.shape, device, DTYPES[device], **narrow)
         self._forward = Forward(self._model, packed=True)
-        self._shape = self._forward.shape
+        self._shape = self._forward.uniform_shape
         self._figures: dict[str, Any] = {"tokens_per_s": {}}
 
     def everything(self) -> dict[str, Any]:

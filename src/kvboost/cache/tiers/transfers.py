@@ -15,7 +15,7 @@ from itertools import islice
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.codec import Expected
-from kvboost.cache.quantize import KVFormat
+from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.remote.tier import Listing
@@ -47,7 +47,7 @@ class Transfers:
         tiers: Tiers,
         residency: Residency,
         lock: threading.RLock,
-        format: KVFormat | None = None,
+        format: AnyFormat | None = None,
     ) -> None:
         self._residency = residency
         self._lock = lock

@@ -13,7 +13,7 @@ import torch
 
 from kvboost.model import native
 from kvboost.model.kv import RequestKV, SharedRows
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.kv_shape import AnyShape, KVShape, MixedShape
 from kvboost.model.native.layers import BLOCK, scratch
 from kvboost.model.segment import Segment
 
@@ -53,8 +53,10 @@ class _Call(ctypes.Structure):
     ]
 
 
-def serves(shape: KVShape) -> bool:
+def serves(shape: AnyShape) -> bool:
     """Whether our kernels serve KV of this shape on this machine."""
+    if isinstance(shape, MixedShape) or shape.sides == 1:
+        return False
     fits = shape.head_dim % BLOCK == 0 and shape.head_dim <= MOST_DIM
     return fits and native.is_available(shape.dtype, shape.device)
 
@@ -83,7 +85,7 @@ class Kernels:
         return self.scratch("workspaces", num_bytes, torch.uint8).data_ptr()
 
     @classmethod
-    def for_shape(cls, shape: KVShape) -> Kernels | None:
+    def for_shape(cls, shape: AnyShape) -> Kernels | None:
         """The kernels for a model's KV; None where torch serves it."""
         return cls(shape.dtype) if serves(shape) else None
 

@@ -28,6 +28,7 @@ def why_buffers(forward: Forward) -> str:
     if len({weight.device for weight in forward.model.parameters()}) != 1:
         return "the model is on several devices"
     own = "" if forward.packed else "the model keeps its own attention"
+    own = own or ("" if forward.is_uniform else "the model's layers differ")
     return why_no_pages(forward.shape.device) or own
 
 

@@ -18,7 +18,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.parallel import load_part
 from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.assemble import place_rows
-from kvboost.reuse.rope import Rotation
+from kvboost.reuse.rope import MixedRotation, Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.hooks import observed
@@ -68,7 +68,9 @@ class Follower:
         self._kvs.clear()
         self._parts.clear()
         self._model = load_part(message.name, message.tp_size, **message.options)
-        self._rotation = rotation_of(self._model)
+        rotation = rotation_of(self._model)
+        assert not isinstance(rotation, MixedRotation)
+        self._rotation = rotation
 
     @do.register
     def _(self, message: messages.Serve) -> None:
@@ -81,7 +83,7 @@ class Follower:
 
     @do.register
     def _(self, message: messages.NewKV) -> None:
-        self._kvs[message.kv] = RequestKV(self._model.forward.shape, message.num_tokens)
+        self._kvs[message.kv] = RequestKV(self._model.forward.uniform_shape, message.num_tokens)
 
     @do.register
     def _(self, message: messages.Reserve) -> None:

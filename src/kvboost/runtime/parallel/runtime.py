@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvboost.cache.quantize import KVFormat, Quantizer
+from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.open import Tiers
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
@@ -20,6 +20,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.model.segment import Segment
 from kvboost.reuse.assemble import Packer
+from kvboost.reuse.rope import MixedRotation
 from kvboost.runtime.backend import MAX_IDLE, Backend
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker, ShardedPool, number_of
 from kvboost.runtime.parallel.hooks import HookMessage, add_up, observed
@@ -117,18 +118,22 @@ class ParallelBackend(Backend):
 
     @property
     def kv_format(self) -> KVFormat:
-        return replace(super().kv_format, num_kv_heads=self._num_kv_heads)
+        format = super().kv_format
+        assert isinstance(format, KVFormat)
+        return replace(format, num_kv_heads=self._num_kv_heads)
 
     def _open_tiers(self) -> Tiers:
         tiers = super()._open_tiers()
-        here, all_heads = self.model.forward.shape.num_kv_heads, self._num_kv_heads
+        here, all_heads = self.model.forward.uniform_shape.num_kv_heads, self._num_kv_heads
         return replace(tiers, shards=RankShards(self._ranks, tiers.ram, here, all_heads))
 
     def _make_pool(self) -> KVPool:
-        return ShardedPool(self._ranks, self.model.forward.shape, MAX_IDLE)
+        return ShardedPool(self._ranks, self.model.forward.uniform_shape, MAX_IDLE)
 
-    def _make_packer(self, quantizer: Quantizer) -> Packer:
-        return ShardedPacker(self._ranks, quantizer)
+    def _make_packer(self) -> Packer:
+        shape, rotation = self.model.forward.uniform_shape, self.rotation
+        assert not isinstance(rotation, MixedRotation)
+        return ShardedPacker(self._ranks, self._make_quantizer(shape, rotation))
 
 
 def start_ranks(

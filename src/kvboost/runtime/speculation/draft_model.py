@@ -13,6 +13,7 @@ from kvboost.errors import ConfigError
 from kvboost.model import weights
 from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
+from kvboost.model.mixed_kv import make_kv
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.segment import Segment
 from kvboost.runtime.devices import device_of
@@ -33,7 +34,7 @@ class DraftModel:
     def __init__(self, name: str | os.PathLike[str], serves: LoadedModel) -> None:
         """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
         they have other tokens."""
-        dtype = serves.forward.shape.dtype
+        dtype = serves.forward.uniform_shape.dtype
         form = "packed" if _has_codes(name) and is_fast(serves.device, dtype) else "auto"
         self._model = load(name, device=serves.device, dtype=dtype, weight_form=form)
         self._vocab_size = min(serves.vocab_size, self._model.vocab_size)
@@ -58,7 +59,7 @@ class DraftModel:
         return statistics.median(self._seconds)
 
     def make_kv(self, rows: int) -> RequestKV:
-        return RequestKV(self._model.forward.shape, rows)
+        return make_kv(self._model.forward.shape, rows)
 
     def next_token(self, kv: RequestKV, token_ids: Sequence[int], start: int) -> int:
         """The likeliest token after ``token_ids``, whose rows begin at ``start`` of ``kv``."""
