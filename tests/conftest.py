@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from cores import cores_per_worker
 from kvboost import KVBoost
 from kvboost.model.device import cpu_has_bf16
-from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
+from tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
@@ -95,7 +95,7 @@ def tiny_engine() -> Callable[[str], KVBoost]:
 
     @functools.cache
     def make(name: str) -> KVBoost:
-        model = internvl_model() if name == "internvl" else tiny_model(name)
+        model = any_model(name)
         return make_engine(model, strict=name not in OTHER_MODELS)
 
     return make

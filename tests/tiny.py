@@ -46,6 +46,37 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GQA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     ),
+    # The last two layers read earlier KV.
+    "gemma3n_text": (
+        "Gemma3n",
+        {
+            **_GQA,
+            **_WINDOW,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, *[0.0] * 5],
+        },
+    ),
+    # Layers that see their own stretch of text, and layers without RoPE but with a temperature.
+    "llama4_text": (
+        "Llama4",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 40,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     # Layers of two shapes, full ones with K = V and partly rotated; the last two read earlier KV.
     "gemma4_text": (
         "Gemma4",
@@ -80,12 +111,14 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _SIZES),
     "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
 }
+SEEING = ("internvl", "gemma3", "gemma4")
+TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
 
 def tiny_config(name: str, **changes: Any) -> Any:
     family, options = ALL_MODELS[name]
-    suffix = "TextConfig" if family in ("Gemma3", "Gemma4") else "Config"
+    suffix = "TextConfig" if family in TEXT_CONFIGS else "Config"
     return getattr(transformers, f"{family}{suffix}")(**{**options, **changes})
 
 
@@ -102,21 +135,37 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
     return model.to(DEVICE)
 
 
-def internvl_model() -> PreTrainedModel:
-    """InternLM's family as transformers ships it: a Qwen2 text model beside a vision tower."""
+def seeing_model(name: str) -> PreTrainedModel:
+    """A text model beside a vision tower, as transformers ships Gemma and InternLM's family."""
     torch.manual_seed(0)
-    vision = transformers.InternVLVisionConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=[28, 28],
-        patch_size=[14, 14],
-    )
-    config = transformers.InternVLConfig(
-        vision_config=vision, text_config=tiny_config("qwen2"), image_token_id=259
-    )
-    return transformers.InternVLForConditionalGeneration(config).eval().to(DEVICE)
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    kinds = transformers
+    if name == "gemma3":
+        tower = kinds.SiglipVisionConfig(**vision, image_size=28, patch_size=14)
+        text = tiny_config("gemma3_text")
+        config = kinds.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+        model = kinds.Gemma3ForConditionalGeneration(config)
+    elif name == "gemma4":
+        tower = kinds.Gemma4VisionConfig(**vision, num_key_value_heads=2, head_dim=16)
+        config = kinds.Gemma4Config(text_config=tiny_config("gemma4_text"), vision_config=tower)
+        model = kinds.Gemma4ForConditionalGeneration(config)
+    else:
+        tower = kinds.InternVLVisionConfig(**vision, image_size=[28, 28], patch_size=[14, 14])
+        config = kinds.InternVLConfig(
+            text_config=tiny_config("qwen2"), vision_config=tower, image_token_id=259
+        )
+        model = kinds.InternVLForConditionalGeneration(config)
+    return model.eval().to(DEVICE)
+
+
+def any_model(name: str) -> PreTrainedModel:
+    """The tiny model of an architecture."""
+    return seeing_model(name) if name in SEEING else tiny_model(name)
 
 
 @functools.cache

@@ -11,9 +11,17 @@ from kvboost import GenerationMode, StockModel, UnsupportedModelError
 from kvboost.model.attention import Segment
 from kvboost.model.compat import ARCHITECTURES
 from kvboost.reuse.plan import LEAST_TOKENS
-from tiny import ALL_MODELS, DEVICE, OTHER_MODELS, internvl_model, make_engine, tiny_model
+from tiny import (
+    ALL_MODELS,
+    DEVICE,
+    OTHER_MODELS,
+    SEEING,
+    any_model,
+    make_engine,
+    tiny_model,
+)
 
-NAMES = [*ALL_MODELS, "internvl"]
+NAMES = [*ALL_MODELS, *SEEING]
 
 
 def random_ids(length: int, seed: int) -> list[int]:
@@ -28,7 +36,7 @@ def test_every_architecture_of_the_table_is_tested() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_baseline_equals_stock_transformers(name, tiny_engine) -> None:
     engine = tiny_engine(name)
-    stock = StockModel(internvl_model() if name == "internvl" else tiny_model(name))
+    stock = StockModel(any_model(name))
     ids = random_ids(90, seed=1)
     expected = stock.logits(ids)[-30:]
     actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE).logits

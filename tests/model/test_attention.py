@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kvboost.model import attention
 from kvboost.model.attention import attend
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
-from kvboost.model.segment import Segment
+from kvboost.model.segment import ChunkWindow, Segment
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
@@ -24,6 +25,8 @@ def written_out(query, keys, values, positions, window, softcap, scale):
     rows = []
     for row, position in enumerate(positions.tolist()):
         first = 0 if window is None else max(0, position + 1 - window)
+        if isinstance(window, ChunkWindow):
+            first = position // window * window
         heads = []
         for head in range(HEADS):
             k = keys[head // groups, first : position + 1]
@@ -38,7 +41,7 @@ def written_out(query, keys, values, positions, window, softcap, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("window", [None, 5, 100, ChunkWindow(8)])
 @pytest.mark.parametrize(
     "positions",
     [
@@ -65,14 +68,19 @@ def test_attention_equals_attention_written_out(
     keys, values = kv.layer(0, 0, 20)
     fresh_keys, fresh_values = keys[:, :, ids], values[:, :, ids]
     setattr(fresh_keys, attention.BATCH, (attention.Batch([segment]), 0))
+    module, sliding = torch.nn.Module(), window
+    if isinstance(window, ChunkWindow):  # as Llama 4 says it
+        module.layer_idx, sliding = 0, None
+        kinds = {"layer_types": ["chunked_attention"], "attention_chunk_size": int(window)}
+        module.config = SimpleNamespace(**kinds)
     out, _ = attend(
-        torch.nn.Module(),
+        module,
         query,
         fresh_keys,
         fresh_values,
         None,
         scaling=0.4,
-        sliding_window=window,
+        sliding_window=sliding,
         softcap=softcap,
     )
     as_numbers = (query.float(), keys[0].float(), values[0].float())

@@ -5,7 +5,7 @@ import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
-from kvboost.model.segment import rows_first
+from kvboost.model.segment import ChunkWindow, rows_first
 from kvboost.reuse import probe
 from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation
 
@@ -19,7 +19,7 @@ def filled_kv() -> RequestKV:
     return kv
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", [None, 7, ChunkWindow(16)])
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
 def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeypatch) -> None:
     monkeypatch.setattr(probe, "_SCORES", at_once)
@@ -37,7 +37,10 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
             scores = keys @ query[0, head, row] * 0.3
             for position in range(START + ROWS):
                 seen = position <= START + row and not (position < START and absent[position])
-                if not seen or (window and position <= START + row - window):
+                nearest = 0 if window is None else START + row - window + 1
+                if isinstance(window, ChunkWindow):
+                    nearest = (START + row) // window * window
+                if not seen or position < nearest:
                     scores[position] = float("-inf")
             counted = torch.tensor([1, row >= ROWS - END_ROWS, row == ROWS - 1])[:, None]
             expected += counted * scores.softmax(0)[:START] / HEADS

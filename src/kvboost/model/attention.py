@@ -19,7 +19,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared_attention
 from kvboost.model.native.kernels import Kernels, Plan
 from kvboost.model.partial_attention import attend_part
-from kvboost.model.segment import Segment, grid_of, round_up, rows_first, split
+from kvboost.model.segment import ChunkWindow, Segment, grid_of, round_up, rows_first, split
 
 NAME = "kvboost"
 BATCH = "kvboost_batch"
@@ -53,6 +53,13 @@ class Batch:
     @cached_property
     def plan(self) -> Plan:
         return Plan(self.segments, self.segments[0].kv.shape)
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """By how much the position of each row differs from its number, ``[total]``."""
+        device = self.segments[0].kv.shape.device
+        positions = torch.cat([segment.position_ids(device) for segment in self.segments])
+        return positions - torch.arange(len(positions), device=device)
 
     def pause(self) -> None:
         """Lets others run between two parts of the forward."""
@@ -139,10 +146,20 @@ def attend(
             raise UnsupportedModelError(f"attention with {unsupported} is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    batch.show(layer, query, scale, sliding_window)
-    out = batch.attend(layer, query, key, value, scale, sliding_window, softcap)
+    window = sliding_window or _chunk_window(module)
+    batch.show(layer, query, scale, window)
+    out = batch.attend(layer, query, key, value, scale, window, softcap)
     batch.pause()
     return out, None
+
+
+def _chunk_window(module: torch.nn.Module) -> ChunkWindow | None:
+    """The window of a layer of Llama 4, which passes it on in a mask only."""
+    config: Any = getattr(module, "config", None)
+    size = getattr(config, "attention_chunk_size", None)
+    if not size or config.layer_types[module.layer_idx] != "chunked_attention":
+        return None
+    return ChunkWindow(size)
 
 
 def attend_segment(

@@ -36,8 +36,10 @@ class PackedCache:
         setattr(keys, attention.BATCH, (self.batch, layer))
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """For a layer, what to add to the numbers of the packed rows to get their positions: some
+        layers of Llama 4 depend on positions without RoPE."""
+        return 0 if layer_idx is None else self.batch.offsets
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
@@ -91,6 +93,9 @@ class ShapeProbe(PackedCache):
     def __init__(self) -> None:
         super().__init__(Batch(()), {})
         self.seen: dict[int, torch.Tensor] = {}
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return 0
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any

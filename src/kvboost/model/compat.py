@@ -42,12 +42,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": ROPE,
     "gemma": ROPE,
     "gemma2": ROPE,
+    "gemma3": ROPE,  # text only, as all models here that see
     "gemma3_text": ROPE,
+    "gemma3n_text": ROPE,
+    "gemma4": ROPE,
     "gemma4_text": ROPE,
+    "llama4_text": INTERLEAVED,
     "phi": ROPE,
     "phi3": ROPE,
     "stablelm": ROPE,
-    "internvl": ROPE,  # text only; the InternLM family as transformers ships it
+    "internvl": ROPE,  # the InternLM family as transformers ships it
     "olmo2": ROPE,
     "gpt_neox": ROPE,
     "smollm3": ROPE,

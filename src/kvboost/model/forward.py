@@ -146,7 +146,8 @@ class Forward:
     def is_uniform(self) -> bool:
         """Whether all layers have KV of their own and of one shape, keys and values."""
         alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
-        return alike and all(layer == number for layer, number in self.layers.items())
+        all_layers = range(self.model.config.get_text_config().num_hidden_layers)
+        return alike and list(self.layers) == list(all_layers)
 
     @property
     def uniform_shape(self) -> KVShape:

@@ -19,9 +19,8 @@ def frequencies(
     if support.architecture.positions is not Positions.ROPE:
         return None
     config = model.config.get_text_config()
-    rotary = [
-        module for name, module in model.named_modules() if name.split(".")[-1] == "rotary_emb"
-    ]
+    parts = model.get_decoder().named_modules()  # a vision tower may have one of its own
+    rotary = [module for name, module in parts if name.split(".")[-1] == "rotary_emb"]
     if len(rotary) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(rotary)} rotary embeddings; KVBoost knows models "

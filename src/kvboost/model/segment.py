@@ -21,6 +21,19 @@ GRID = 64
 them all. Hits end anywhere, so there would be ever more of them: sizes are rounded up to this."""
 
 
+class ChunkWindow(int):
+    """A window that does not slide: rows attend to keys in their own stretch of so many
+    positions."""
+
+
+def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Which of the ``keys`` before them a layer's ``window`` hides from ``queries``; both are
+    positions that can be broadcast."""
+    if isinstance(window, ChunkWindow):
+        return keys < queries // window * window
+    return keys <= queries - window
+
+
 class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
@@ -167,13 +180,17 @@ class Block:
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
         grid = grid_of(like)
-        first_key = 0 if window is None else max(0, first + 1 - window) // grid * grid
+        first_key = 0
+        if isinstance(window, ChunkWindow):
+            first_key = first // window * window // grid * grid
+        elif window is not None:
+            first_key = max(0, first + 1 - window) // grid * grid
         end_key = round_up(last + 1, grid)
         keys = torch.arange(first_key, end_key, device=like.device)
         queries = positions[:, None]
         hidden = keys > queries
         if window is not None:
-            hidden |= keys <= queries - window
+            hidden |= is_beyond(window, keys, queries)
         if absent is not None:
             hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1].to(like.device)
         rows, width = round_up(len(positions), grid), round_up(len(keys), 8)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost.model.native.moved_rows import attention_mass
-from kvboost.model.segment import Hook, heads_first
+from kvboost.model.segment import Hook, heads_first, is_beyond
 
 _SCORES = 1 << 24  # attention weights held at a time
 
@@ -105,7 +105,7 @@ class AttentionMass(Hook):
             positions = torch.arange(start + rows, device=like.device)
             hidden = positions > positions[start:, None]
             if window is not None:
-                hidden |= positions <= positions[start:, None] - window
+                hidden |= is_beyond(window, positions, positions[start:, None])
             hidden[:, :start] |= self.absent.to(like.device)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
             self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
