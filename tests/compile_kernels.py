@@ -27,6 +27,7 @@ from kvboost.model.triton import (
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
 NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own", "down", "up"}
+NUMBERS |= {"sinks"}
 TYPES = {
     "int32": {
         "positions",
@@ -91,7 +92,7 @@ IN_PAGES = {"whole": None, "keys": None, "values": None, "dense_rows": 0}
 TILE = "tensordesc<bf16[16, 32]>"
 WHOLE_PAGES = {**IN_PAGES, "whole": TILE, "DIM": 32}
 DENSE = {"whole": None, "keys": TILE, "values": TILE, "DIM": 32}
-ALL_KEYS = {"absent": None, "window": None, "cap": None, "lse": None}
+ALL_KEYS = dict.fromkeys(("absent", "window", "cap", "sinks", "lse"))
 ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
 PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [

@@ -72,9 +72,11 @@ def attention_weights(
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights ``[heads, rows, keys]`` of ``query``, ``[rows, heads, dim]``, over ``keys``,
-    ``[kv_heads, keys, dim]``, and the logarithms of the sums, ``[rows, heads]``."""
+    ``[kv_heads, keys, dim]``, and the logarithms of the sums, ``[rows, heads]``. ``sinks`` are one
+    more key's scores, whose weights are left out."""
     keys = keys.float().repeat_interleave(query.shape[1] // len(keys), 0)
     scores = torch.einsum("rhd,hkd->hrk", query.float(), keys) * scale
     if soft_cap is not None:
@@ -86,7 +88,11 @@ def attention_weights(
     if absent is not None:
         hidden = hidden | absent[: keys.shape[1]]
     scores = scores.masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1), scores.logsumexp(-1).T
+    if sinks is None:
+        return scores.softmax(-1), scores.logsumexp(-1).T
+    last = sinks.float()[:, None, None].expand(-1, len(query), 1)
+    scores = torch.cat([scores, last], -1)
+    return scores.softmax(-1)[..., :-1], scores.logsumexp(-1).T
 
 
 def attention(

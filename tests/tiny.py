@@ -102,6 +102,25 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", _SIZES),
     "smollm3": ("SmolLM3", {**_GQA, "no_rope_layer_interval": 2}),
     "granite": ("Granite", _GQA),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_GQA,
+            **_WINDOW,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "cohere": ("Cohere", _GQA),
     "glm": ("Glm", {**_GQA, "head_dim": 16, "partial_rotary_factor": 0.5}),
 }
@@ -129,9 +148,11 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}{suffix}")(tiny_config(name, **changes)).eval()
     with torch.no_grad():  # louder weights, so that attention is far from uniform
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 weight.mul_(4)
+            elif name.endswith("sinks"):
+                weight.mul_(100)
     return model.to(DEVICE)
 
 

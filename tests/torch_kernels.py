@@ -53,6 +53,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -73,7 +74,7 @@ def attend(
         keys, values = keys[:, :num_keys], values[:, :num_keys]
         missing = None if absent is None else absent[request, :num_keys]
         weights, sums = attention_weights(
-            query[at], keys, positions, scale, window, soft_cap, missing
+            query[at], keys, positions, scale, window, soft_cap, missing, sinks
         )
         values = values.float().nan_to_num().repeat_interleave(query.shape[1] // len(values), 0)
         out[at] = torch.einsum("hrk,hkd->rhd", weights, values).to(out.dtype)

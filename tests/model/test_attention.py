@@ -19,8 +19,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
 
 
-def written_out(query, keys, values, positions, window, softcap, scale):
-    """The slow reference: one query at a time over the keys it may see."""
+def written_out(query, keys, values, positions, window, softcap, scale, sinks=None):
+    """The slow reference: one query at a time over the keys it may see. The score of a sink comes
+    last; it has no value."""
     groups = HEADS // KV_HEADS
     rows = []
     for row, position in enumerate(positions.tolist()):
@@ -34,13 +35,15 @@ def written_out(query, keys, values, positions, window, softcap, scale):
             scores = (k @ query[0, head, row]) * scale
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
-            heads.append(torch.softmax(scores, 0) @ v)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head, None]])
+            heads.append(torch.softmax(scores, 0)[: len(v)] @ v)
         rows.append(torch.stack(heads))
     return torch.stack(rows)[None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("rule", ["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("window", [None, 5, 100, ChunkWindow(8)])
 @pytest.mark.parametrize(
     "positions",
@@ -56,8 +59,10 @@ def written_out(query, keys, values, positions, window, softcap, scale):
     ids=["whole", "first", "decode", "short prefix", "tail", "gaps", "one inside"],
 )
 def test_attention_equals_attention_written_out(
-    monkeypatch, positions, window, softcap, dtype
+    monkeypatch, positions, window, rule, dtype
 ) -> None:
+    softcap = 2.0 if rule == "softcap" else None
+    sinks = torch.tensor([1.0, -1.0, 4.0, 2.0]) if rule == "sinks" else None
     monkeypatch.setattr("kvboost.model.segment.BLOCK_ROWS", 3)
     generator = torch.Generator().manual_seed(1)
     kv = RequestKV(replace(SHAPE, dtype=dtype), 20)
@@ -82,11 +87,26 @@ def test_attention_equals_attention_written_out(
         scaling=0.4,
         sliding_window=sliding,
         softcap=softcap,
+        s_aux=None if sinks is None else sinks.to(dtype),
     )
     as_numbers = (query.float(), keys[0].float(), values[0].float())
-    expected = written_out(*as_numbers, ids, window, softcap, 0.4)
+    expected = written_out(*as_numbers, ids, window, softcap, 0.4, sinks)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     assert torch.allclose(out.float(), expected, atol=tolerance)
+
+
+def test_sinks_with_a_few_rows_at_a_time(monkeypatch) -> None:
+    """The mask is repeated for the heads that share a head of keys: not for all rows at once."""
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, HEADS, 150, DIM, generator=generator)
+    keys, values = torch.randn(2, 1, KV_HEADS, 150, DIM, generator=generator)
+    mask = torch.full((150, 150), float("-inf")).triu(1)
+    rest = query, keys, values, mask, 0.4, torch.tensor([1.0, -1.0, 4.0, 2.0])
+    whole = attention._with_sinks(*rest)
+    monkeypatch.setattr(attention, "MOST_WEIGHTS", 1)
+    assert torch.allclose(attention._with_sinks(*rest), whole, atol=1e-6)
+    expected = written_out(query, keys[0], values[0], torch.arange(150), None, None, *rest[-2:])
+    assert torch.allclose(whole.transpose(1, 2), expected, atol=1e-5)
 
 
 def test_unknown_kinds_of_attention_are_refused() -> None:
@@ -94,3 +114,5 @@ def test_unknown_kinds_of_attention_are_refused() -> None:
     setattr(keys, attention.BATCH, (attention.Batch([]), 0))
     with pytest.raises(UnsupportedModelError, match="position_bias"):
         attend(torch.nn.Module(), keys, keys, keys, None, position_bias=keys)
+    with pytest.raises(UnsupportedModelError, match="sinks and a soft cap"):
+        attend(torch.nn.Module(), keys, keys, keys, None, s_aux=keys, softcap=1.0)

@@ -23,7 +23,12 @@ def filled(kv: RequestKV, seed: int) -> RequestKV:
     return kv
 
 
-def run(segments: list[Segment], query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def run(
+    segments: list[Segment],
+    query: torch.Tensor,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of packed segments whose fresh rows are in place."""
     fresh = [kv.layer(0, 0, one.end) for one in segments for kv in [one.kv]]
     rows = [one.position_ids(torch.device("cpu")) for one in segments]
@@ -32,9 +37,8 @@ def run(segments: list[Segment], query: torch.Tensor, window: int | None = None)
         for half in (0, 1)
     )
     setattr(keys, attention.BATCH, (attention.Batch(segments), 0))
-    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.3, sliding_window=window)[
-        0
-    ]
+    options = {"scaling": 0.3, "sliding_window": window, "s_aux": sinks}
+    return attend(torch.nn.Module(), query, keys, values, None, **options)[0]
 
 
 def on_base(base: RequestKV, count: int, num_tokens: int, seed: int) -> RequestKV:
@@ -51,9 +55,12 @@ def alone(kv: RequestKV, end: int) -> RequestKV:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 30, 1000])
+@pytest.mark.parametrize(
+    "window, sinks",
+    [(None, None), (30, None), (1000, None), (None, torch.linspace(0, 4, HEADS))],
+)
 def test_attention_to_shared_rows_equals_attention_to_a_copy_of_them(
-    window: int | None, dtype: torch.dtype
+    window: int | None, sinks: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
     shape = replace(SHAPE, dtype=dtype)
     first = filled(RequestKV(shape, 80), 1)
@@ -67,13 +74,15 @@ def test_attention_to_shared_rows_equals_attention_to_a_copy_of_them(
         (second, torch.tensor([49, 55])),  # gaps: attended to in one part
     ]
     query = torch.randn(1, HEADS, sum(len(at) for _, at in pieces), DIM, dtype=dtype)
-    together = run([Segment(kv, torch.zeros(len(at)), at) for kv, at in pieces], query, window)
+    together = run(
+        [Segment(kv, torch.zeros(len(at)), at) for kv, at in pieces], query, window, sinks
+    )
     expected, start = [], 0
     for kv, at in pieces:
         own = query[:, :, start : start + len(at)]
         start += len(at)
         segment = Segment(alone(kv, int(at[-1]) + 1), torch.zeros(len(at)), at)
-        expected.append(run([segment], own, window))
+        expected.append(run([segment], own, window, sinks))
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     assert torch.allclose(together, torch.cat(expected, 1), atol=tolerance)
 

@@ -19,17 +19,23 @@ def filled_kv() -> RequestKV:
     return kv
 
 
-@pytest.mark.parametrize("window", [None, 7, ChunkWindow(16)])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])],
+)
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
-def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeypatch) -> None:
+def test_attention_mass_is_the_weight_each_row_receives(
+    window, sinks, at_once, monkeypatch
+) -> None:
     monkeypatch.setattr(probe, "_SCORES", at_once)
     kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
     mass = AttentionMass(Bands(range(1, 3), range(2, 4)), absent)
     mass.kv = kv
+    last = None if sinks is None else torch.tensor(sinks)
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
-        mass.on_query(layer, rows_first(query), 0.3, window)
+        mass.on_query(layer, rows_first(query), 0.3, window, last)
     expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
         for row in range(ROWS):
@@ -42,6 +48,7 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
                     nearest = (START + row) // window * window
                 if not seen or position < nearest:
                     scores[position] = float("-inf")
+            scores = scores if last is None else torch.cat([scores, last[head, None]])
             counted = torch.tensor([1, row >= ROWS - END_ROWS, row == ROWS - 1])[:, None]
             expected += counted * scores.softmax(0)[:START] / HEADS
     assert torch.allclose(mass.mass, torch.stack([expected, 2 * expected]), atol=1e-5)

@@ -18,8 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared_attention
 from kvboost.model.native.kernels import Kernels, Plan
-from kvboost.model.partial_attention import attend_part
-from kvboost.model.segment import ChunkWindow, Segment, grid_of, round_up, rows_first, split
+from kvboost.model.partial_attention import MOST_WEIGHTS, attend_part, count_sinks
+from kvboost.model.segment import (
+    GRID,
+    ChunkWindow,
+    Segment,
+    grid_of,
+    round_up,
+    rows_first,
+    split,
+)
 
 NAME = "kvboost"
 BATCH = "kvboost_batch"
@@ -80,14 +88,19 @@ class Batch:
             self.kernels.write(self.plan, layer, keys, values)
 
     def show(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
         if not self.has_hooks:
             return
         for segment, q in zip(self.segments, split(query, self.segments), strict=True):
             if segment.hook is not None:
-                segment.hook.on_query(layer, rows_first(q), scale, segment.hides(window))
+                segment.hook.on_query(layer, rows_first(q), scale, segment.hides(window), sinks)
             if segment.until == layer:
                 raise StopForward
 
@@ -100,22 +113,24 @@ class Batch:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of ``query``, ``[1, heads, total, dim]``; returns ``[1, total, heads, dim]``.
-        ``key`` and ``value`` are the fresh rows, which have been written."""
+        ``key`` and ``value`` are the fresh rows, which have been written. ``sinks``, ``[heads]``:
+        one more score of each head, whose value is zero."""
         segments = self.segments
         windowed = any(segment.hides(window) for segment in segments)
         if self.kernels is not None and softcap is None and not windowed:
-            return self.kernels.attend(self.plan, layer, query, scale)
+            return self.kernels.attend(self.plan, layer, query, scale, sinks)
         queries = split(query, segments)
         outputs: dict[int, torch.Tensor] = {}
         if softcap is None:
-            outputs = shared_attention.attend_groups(queries, segments, layer, scale, window)
+            outputs = shared_attention.attend_groups(queries, segments, layer, scale, window, sinks)
         fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
         for index, (segment, q, k, v) in enumerate(fresh):
             if index not in outputs:
-                hidden = segment.hides(window)
-                outputs[index] = attend_segment(segment, q, k, v, layer, scale, hidden, softcap)
+                rules = scale, segment.hides(window), softcap, sinks
+                outputs[index] = attend_segment(segment, q, k, v, layer, *rules)
         rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
         packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
         return packed.contiguous()
@@ -130,25 +145,28 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed segments. ``query`` is ``[1, heads, total, dim]``; ``key`` and ``value``
     are the fresh rows, which the cache's ``update`` has already written to each request's KV;
-    ``key`` carries the batch. Returns ``[1, total, heads, dim]``."""
+    ``key`` carries the batch. ``s_aux`` is transformers' name for attention sinks, ``[heads]``.
+    Returns ``[1, total, heads, dim]``."""
     belongs: tuple[Batch, int] | None = getattr(key, BATCH, None)
     if belongs is None:
         raise RuntimeError(
             "this model's attention is bound to KVBoost; call it through the engine, or give it "
             "back to transformers with model.set_attn_implementation('sdpa')"
         )
-    for unsupported in ("s_aux", "position_bias"):
-        if kwargs.get(unsupported) is not None:
-            raise UnsupportedModelError(f"attention with {unsupported} is not supported")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError("attention with position_bias is not supported")
+    if s_aux is not None and softcap is not None:
+        raise UnsupportedModelError("attention with both sinks and a soft cap is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window or _chunk_window(module)
-    batch.show(layer, query, scale, window)
-    out = batch.attend(layer, query, key, value, scale, window, softcap)
+    batch.show(layer, query, scale, window, s_aux)
+    out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
     batch.pause()
     return out, None
 
@@ -171,12 +189,16 @@ def attend_segment(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one segment, by the fastest of torch's kernels that knows its mask."""
+    """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
+    by those that also tell the log-sum-exp."""
     rows, on_cpu = len(segment), query.device.type == "cpu"
-    if not segment.is_plain or window is not None or softcap is not None:
-        return _attend_blocks(query, segment, layer, window, scale, softcap)
-    if segment.first == 0:
+    has_sinks = sinks is not None
+    is_masked = not segment.is_plain or window is not None or softcap is not None
+    if is_masked or (has_sinks and rows > 1):
+        return _attend_blocks(query, segment, layer, window, scale, softcap, sinks)
+    if segment.first == 0 and not has_sinks:
         # A sequence from its first token: the very call that stock transformers makes.
         if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
             query, key, value = (
@@ -185,8 +207,8 @@ def attend_segment(
         out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
         return out[:, :, :rows]
     keys, values = segment.kv.layer(layer, 0, segment.end)
-    if rows == 1 and on_cpu:
-        return attend_part(query, keys, values, scale)[0]
+    if rows == 1 and (on_cpu or has_sinks):
+        return count_sinks(attend_part(query, keys, values, scale), sinks)
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:
@@ -211,6 +233,7 @@ def _attend_blocks(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A segment with an explicit mask, block by block."""
     outputs = []
@@ -220,7 +243,9 @@ def _attend_blocks(
         rows, more = q.shape[2], block.mask.shape[0] - q.shape[2]
         if more:
             q = torch.nn.functional.pad(q, (0, 0, 0, more))
-        if softcap is not None:
+        if sinks is not None:
+            out = _with_sinks(q, keys, values, block.mask, scale, sinks)
+        elif softcap is not None:
             out = _softcapped(q, keys, values, block.mask, scale, softcap)
         elif query.device.type == "cuda":  # its masked kernels know no grouped queries
             folded, mask = _fold(q, keys.shape[1], block.mask)
@@ -228,6 +253,25 @@ def _attend_blocks(
         else:
             out = sdpa(q, keys, values, attn_mask=block.mask, scale=scale, enable_gqa=True)
         outputs.append(out[:, :, :rows])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with sinks. Takes a few rows at a time: the mask is repeated for the heads that
+    share a head of keys."""
+    groups = query.shape[1] // keys.shape[1]
+    rows = max(1, MOST_WEIGHTS // (groups * keys.shape[2]) // GRID) * GRID
+    outputs = []
+    for some, hidden in zip(query.split(rows, 2), mask.split(rows), strict=True):
+        part = attend_part(some, keys, values, scale, hidden.repeat(groups, 1))
+        outputs.append(count_sinks(part, sinks))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 

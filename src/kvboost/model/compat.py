@@ -56,6 +56,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": ROPE,
     "smollm3": ROPE,
     "granite": ROPE,
+    "gpt_oss": ROPE,
     "cohere": INTERLEAVED,
     "glm": INTERLEAVED,
     "gpt2": Architecture(Positions.LEARNED),

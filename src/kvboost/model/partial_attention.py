@@ -54,14 +54,21 @@ def _written_out(
     return torch.cat(outputs, 2), torch.cat(totals, 2)[..., 0]
 
 
-def merge(first: Part, second: Part) -> torch.Tensor:
-    """Merges two parts: attention over the keys of both."""
-    share = torch.sigmoid(first[1] - second[1])[..., None]
-    return torch.lerp(second[0].float(), first[0].float(), share).to(first[0].dtype)
-
-
 def merge_parts(first: Part, second: Part) -> Part:
     """Merges two parts, in float32, into one that can be merged again."""
     share = torch.sigmoid(first[1] - second[1])[..., None]
     out = torch.lerp(second[0].float(), first[0].float(), share)
     return out, torch.logaddexp(first[1], second[1])
+
+
+def count_sinks(part: Part, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The attention of ``part``, which is to all keys, after the softmax has one more score for
+    each head: ``sinks``, ``[heads]``, whose values are zero; None: there are none. Changes
+    ``part``. To be called once, after all parts are merged."""
+    out, weight = part
+    return out if sinks is None else out.mul_(sink_shares(weight, sinks[:, None])[..., None])
+
+
+def sink_shares(weight: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What is left of the weights of all keys, whose log-sum-exp is ``weight``, beside a sink."""
+    return torch.sigmoid(weight - sinks)

@@ -50,10 +50,15 @@ class Hook:
         ``kv`` holds at their positions."""
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Called before attention of ``query``, ``[rows, heads, dim]``; the fresh rows are in
-        place."""
+        place. ``sinks``, ``[heads]``: one more score of each head, whose value is zero."""
 
 
 @dataclass

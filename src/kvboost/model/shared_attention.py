@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from kvboost.model.partial_attention import Part, attend_part, merge, merge_parts
+from kvboost.model.partial_attention import Part, attend_part, count_sinks, merge_parts
 from kvboost.model.segment import Block, Segment
 
 FOLDED_ROWS = 64
@@ -26,10 +26,11 @@ def attend_groups(
     layer: int,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> dict[int, torch.Tensor]:
     """Attention of the segments that share rows, by their indices. Leaves out segments from which
     a ``window`` hides some of these rows, and a segment that is the only one on its rows and has
-    them all in one buffer."""
+    them all in one buffer. ``sinks``: see :func:`count_sinks`."""
     groups: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         sees_all = segment.is_plain and not (window and segment.end > window)
@@ -39,13 +40,18 @@ def attend_groups(
     for members in groups.values():
         if len(members) > 1 or segments[members[0]].kv.start:
             own = [queries[index] for index in members]
-            together = _attend_group(own, [segments[index] for index in members], layer, scale)
+            sharing = [segments[index] for index in members]
+            together = _attend_group(own, sharing, layer, scale, sinks)
             outputs.update(zip(members, together, strict=True))
     return outputs
 
 
 def _attend_group(
-    queries: Sequence[torch.Tensor], segments: Sequence[Segment], layer: int, scale: float
+    queries: Sequence[torch.Tensor],
+    segments: Sequence[Segment],
+    layer: int,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
     """Attends to the shared rows once for all, to each segment's own rows, and merges both."""
     base = segments[0].kv.base
@@ -56,8 +62,9 @@ def _attend_group(
     ]
     query = torch.cat(list(queries), dim=2)
     own = (torch.cat([out for out, _ in parts], 2), torch.cat([weight for _, weight in parts], 2))
-    merged = merge(base.attend(layer, query, scale), own).to(query.dtype)
-    return merged.split([len(segment) for segment in segments], 2)
+    merged = merge_parts(base.attend(layer, query, scale), own)
+    out = count_sinks(merged, sinks).to(query.dtype)
+    return out.split([len(segment) for segment in segments], 2)
 
 
 def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> Part:

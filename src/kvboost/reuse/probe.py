@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost.model.native.moved_rows import attention_mass
+from kvboost.model.partial_attention import sink_shares
 from kvboost.model.segment import Hook, heads_first, is_beyond
 
 _SCORES = 1 << 24  # attention weights held at a time
@@ -71,7 +72,12 @@ class AttentionMass(Hook):
         return torch.zeros(2, KINDS, self.start)
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if (band := self.bands.number(layer)) is None:
             return
@@ -80,7 +86,7 @@ class AttentionMass(Hook):
         _, heads, rows, dim = query.shape
         counted = row_weights(rows)
         if window is None:
-            at_once = attention_mass(kv, layer, query, scale, self.absent, counted)
+            at_once = attention_mass(kv, layer, query, scale, self.absent, counted, sinks)
             if at_once is not None:
                 self.mass[band] += at_once
                 return
@@ -90,12 +96,14 @@ class AttentionMass(Hook):
         folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
         hidden = self._hidden(rows, window, query)
         most = max(1, _SCORES // (folded.shape[1] * (start + rows)))
-        for some, some_keys in zip(
-            torch.split(folded, most), torch.split(keys[0], most), strict=True
-        ):  # a few KV heads at a time: a long prompt has many weights
-            scores = torch.matmul(some, some_keys.transpose(1, 2))
+        for first in range(0, kv_heads, most):  # few at a time: a long prompt has many weights
+            some = slice(first, first + most)
+            scores = torch.matmul(folded[some], keys[0, some].transpose(1, 2))
             scores = scores.view(-1, rows, start + rows).add_(hidden)
             weights = torch.softmax(scores, -1, dtype=torch.float32)
+            if sinks is not None:
+                of_some = sinks.view(kv_heads, -1)[some].reshape(-1, 1, 1)
+                weights *= sink_shares(scores.float().logsumexp(-1, keepdim=True), of_some)
             self.mass[band] += (counted @ weights).sum(0)[:, :start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

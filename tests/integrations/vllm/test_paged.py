@@ -51,12 +51,13 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     mine, its = (AttentionMass(Bands(range(1), range(1, 2)), absent) for _ in range(2))
     hook = GatheredMass(mine, rows, 5)
     its.kv = kv
+    sinks = torch.linspace(-1, 4, HEADS)
     for layer in range(LAYERS):
-        its.on_query(layer, query[-5:], 0.3)
+        its.on_query(layer, query[-5:], 0.3, sinks=sinks)
     hook.on_fresh(0, query, query)
-    hook.on_query(0, query, 0.3)
+    hook.on_query(0, query, 0.3, sinks=sinks)
     with pytest.raises(EnoughLayers):
-        hook.on_query(1, query, 0.3)
+        hook.on_query(1, query, 0.3, sinks=sinks)
     assert its.mass.sum() > 1
     assert torch.allclose(mine.mass, its.mass, atol=1e-6)
 

@@ -61,7 +61,7 @@ static void check_attention(int dim, int group, int rows) {
     const int heads = KV_HEADS * group;
     const int64_t size = (int64_t)KV_HEADS * CAPACITY * dim;
     float *keys = random_numbers(2 * size), *values = random_numbers(2 * size);
-    float *queries = random_numbers((int64_t)heads * rows * dim);
+    float *queries = random_numbers((int64_t)heads * rows * dim), *sinks = random_numbers(heads);
     float *out = random_numbers((int64_t)rows * heads * dim);
     float *expected = random_numbers((int64_t)rows * heads * dim);
     int32_t *numbers = malloc(5 * 2 * rows * sizeof(int32_t));
@@ -80,12 +80,12 @@ static void check_attention(int dim, int group, int rows) {
     const Plan plan = {KV_HEADS, dim, 2, rows, rows, runs, NULL, all, limits, slots, merged};
     float *parts = malloc((int64_t)2 * rows * heads * (dim + 1) * sizeof(float));
     void *work = aligned_alloc(64, 2 * kvboost_workspace_bytes());
-    const Call call = {&plan, 0, heads, 0.3f, queries, (int64_t)rows * dim, dim, out, parts, work};
+    const Call call = {&plan, 0, heads, 0.3f, queries, (int64_t)rows * dim, dim, out, parts, sinks, work};
     kvboost_attend(&call, 2);
     for (int row = 0; row < rows; row++)
         for (int head = 0; head < heads; head++) {
             const float *query = queries + ((int64_t)head * rows + row) * dim;
-            double total = 0, sums[256] = {0};
+            double total = exp(sinks[head]), sums[256] = {0};
             for (int run = 0; run < 2; run++)
                 for (int key = 0; key < limits[run * rows + row]; key++) {
                     const int64_t at = (int64_t)(head / group * CAPACITY + key) * dim;
@@ -110,15 +110,15 @@ static void check_mass(int start, int rows) {
     uint8_t *absent = calloc(end + 16, 1);
     for (int key = 0; key < start; key++) absent[key] = key % 5 == 3;
     float *mass = random_numbers(KINDS * start), *expected = calloc(KINDS * start, sizeof(float));
-    float *counted = random_numbers(KINDS * rows);
+    float *counted = random_numbers(KINDS * rows), *sinks = random_numbers(HEADS);
     const MassCall call = {queries, rows * DIM, DIM, keys, end * DIM, absent, counted,
-                           HEADS, KV_HEADS, DIM, start, rows, KINDS, 0.3f};
+                           sinks, HEADS, KV_HEADS, DIM, start, rows, KINDS, 0.3f};
     void *work = aligned_alloc(64, 2 * kvboost_mass_bytes(start, rows, KINDS));
     kvboost_attention_mass(&call, mass, work, 2);
     double *weights = malloc(end * sizeof(double));
     for (int head = 0; head < HEADS; head++)
         for (int row = 0; row < rows; row++) {
-            double total = 0;
+            double total = exp(sinks[head]);
             for (int key = 0; key <= start + row; key++) {
                 const int64_t at = (int64_t)(head / (HEADS / KV_HEADS) * end + key) * DIM;
                 double score = 0;

@@ -69,7 +69,7 @@ class Notes(Hook):
         self.seen += [keys.clone(), values.clone()]
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self, layer: int, query: torch.Tensor, scale: float, *more: int | torch.Tensor | None
     ) -> None:
         self.seen += [query.clone(), torch.tensor(scale)]
 

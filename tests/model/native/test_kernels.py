@@ -35,7 +35,12 @@ def segment(kv: RequestKV, positions: range | list[int], absent: range | None = 
     return Segment(kv, torch.zeros(len(at), dtype=torch.long), at, absent=hidden)
 
 
-def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.Tensor:
+def run(
+    segments: list[Segment],
+    kernels: Kernels | None,
+    groups: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Writes fresh rows in layer 1; returns its attention."""
     torch.manual_seed(1)
     total, shape = sum(map(len, segments)), segments[0].kv.shape
@@ -48,7 +53,7 @@ def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.
     batch = Batch(segments, kernels)
     batch.write(1, keys, values)
     setattr(keys, attention.BATCH, (batch, 1))
-    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.2)[0]
+    return attend(torch.nn.Module(), query, keys, values, None, scaling=0.2, s_aux=sinks)[0]
 
 
 def batch_of(name: str, shape: KVShape) -> list[Segment]:
@@ -94,7 +99,8 @@ def test_attends_and_writes_as_torch_does(
     kernels = Kernels.for_shape(shape)
     assert kernels is not None
     ours, theirs = batch_of(name, shape), batch_of(name, shape)
-    given, expected = run(ours, kernels, groups), run(theirs, None, groups)
+    sinks = torch.linspace(-1, 4, KV_HEADS * groups).to(dtype) if groups > 2 else None
+    given, expected = run(ours, kernels, groups, sinks), run(theirs, None, groups, sinks)
     assert given.shape == expected.shape
     assert close(given, expected, 6)
     for one, other in zip(ours, theirs, strict=True):

@@ -20,11 +20,12 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
-    """Over all three layers."""
+    """Over all three layers, of which the last has sinks."""
+    sinks = torch.linspace(-1, 4, query.shape[1])
     mass = AttentionMass(Bands(range(1), range(1, 3)), absent)
     mass.kv = kv
     for layer in range(3):
-        mass.on_query(layer, rows_first(query), 0.2)
+        mass.on_query(layer, rows_first(query), 0.2, sinks=sinks if layer == 2 else None)
     return mass.mass
 
 

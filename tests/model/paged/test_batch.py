@@ -14,8 +14,9 @@ from kvboost.model.segment import Hook, Segment
 from paged_engines import TWO_LAYERS, paged_engine
 from tiny import DEVICE
 
-NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "cohere", "gpt2"]
-"""Grouped heads, soft caps, windows, layers of two kinds, pairs of neighbours, no rotation."""
+NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "gpt_oss", "cohere", "gpt2"]
+"""Grouped heads, soft caps, windows, layers of two kinds, sinks, pairs of neighbours, no
+rotation."""
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
 
 
@@ -34,7 +35,7 @@ class Recorder(Hook):
         if layer == self.layer:
             self.seen += [keys.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 20))]
 
-    def on_query(self, layer, query, scale, window=None) -> None:
+    def on_query(self, layer, query, scale, window=None, sinks=None) -> None:
         if layer == self.layer:
             self.seen += [query.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 60))]
 

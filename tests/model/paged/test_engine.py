@@ -53,7 +53,7 @@ def test_other_requests_run_while_a_device_picks_a_first_token(
         assert len(asked) == 4  # the first one's steps ran in between and leaks(engine) == []
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama", "gpt2"])
 def test_answers_equal_those_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch, name, pages=False, sizes=TWO_LAYERS) as plain:
         expected = answers(plain)
@@ -94,6 +94,7 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("llama", "query"),
         ("gemma3_text", "query"),  # layers of two kinds
+        ("gpt_oss", "query"),
         ("phi3", "cacheblend"),
     ],
 )
@@ -203,12 +204,15 @@ def test_a_format_takes_the_path_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
         assert leaks(engine) == []
 
 
-def test_the_kernels_themselves_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_kernels_themselves_give_the_same_answers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other tests on a CPU run most of them in torch."""
     prompt = TEXT[:20]
-    with paged_engine(monkeypatch, pages=False) as plain:
+    with paged_engine(monkeypatch, name, pages=False) as plain:
         expected = plain.generate(prompt, 2, ignore_eos=True).token_ids
-    with paged_engine(monkeypatch, interpreted=True) as engine:
+    with paged_engine(monkeypatch, name, interpreted=True) as engine:
         assert engine.generate(prompt, 2, ignore_eos=True).token_ids == expected
         assert steps_of(engine).num_steps >= 1
 

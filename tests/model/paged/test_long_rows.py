@@ -55,15 +55,16 @@ def ids_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["their layers", "our layers"])
+@pytest.mark.parametrize("kind", ["their layers", "our layers", "sinks"])
 def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
-    fused: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Written()
     monkeypatch.setattr(
         paged_batch, "long_kernels", lambda *_: (LongKernel("written", kernel, 16, 32),)
     )
-    engine = paged_engine(monkeypatch, pages=False, sizes=TWO_LAYERS)
+    name = "gpt_oss" if kind == "sinks" else "llama"
+    engine = paged_engine(monkeypatch, name, pages=False, sizes=TWO_LAYERS)
     forward = engine._model.forward
     slab = Slab(forward.shape, num_pages=9, num_requests=3)
     ids = ids_of(150)
@@ -79,7 +80,7 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
         return [*found, forward([Segment(kv, ids[102:], slices[-1]), other]), kv.rows(0, 150)]
 
     expected = read(RequestKV(forward.shape, 150))
-    if fused:
+    if kind == "our layers":
         layers = PagedForward(forward, slab, NoCapture()).layers
         assert layers is not None and len(layers) == 2
         kernel.seen.clear()

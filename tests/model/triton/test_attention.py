@@ -61,11 +61,12 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, parts: 
         parts > 1
     )
     lse = random(27, 6)
-    given = attend(query, pages, rows, SCALE, lse=lse)
-    expected, sums = attention(query, pages, positions, tables, SCALE)
+    sinks = None if layout == "heads first" else torch.linspace(-1, 4, 6).to(DEVICE, dtype)
+    given = attend(query, pages, rows, SCALE, lse=lse, sinks=sinks)
+    expected, sums = attention(query, pages, positions, tables, SCALE, sinks=sinks)
     assert given.dtype == dtype and close(given, expected)
     assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
-    written_out = torch_kernels.attend(query, pages, rows, SCALE, lse=lse)
+    written_out = torch_kernels.attend(query, pages, rows, SCALE, lse=lse, sinks=sinks)
     assert close(written_out, expected) and torch.allclose(lse, sums)
 
 

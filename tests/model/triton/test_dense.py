@@ -45,9 +45,15 @@ def test_merging(dtype: torch.dtype) -> None:
         return found.to(dtype), some.logsumexp(-1)
 
     first, second = part(slice(0, 13)), part(slice(13, keys))
+    expected, sums = part(slice(0, keys))
+    sinks = torch.linspace(-1, 4, heads).to(values.device, dtype)
+    with_sinks = torch.empty_like(expected)
+    merge(first, second, with_sinks, sinks)
     merge(first, second, second[0])
-    expected = part(slice(0, keys))[0]
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(second[0].float(), expected.float(), atol=limit, rtol=limit)
+    share = sums.exp() / (sums.exp() + sinks.float().exp()[:, None])
+    expected = expected.float() * share.T[..., None]
+    assert torch.allclose(with_sinks.float(), expected, atol=limit, rtol=limit)
     with pytest.raises(ValueError, match="do not make up"):
         merge(first, (second[0], second[1][:, :5]), second[0])

@@ -25,10 +25,14 @@ SCALE = 0.2
 @each_dtype
 @pytest.mark.parametrize(
     ("start", "rows", "heads", "options"),
-    [(131, 16, 6, {}), (5, 1, 2, {}), (64, 40, 4, {"window": 50, "soft_cap": 3.0})],
+    [
+        (131, 16, 6, {"sinks": torch.linspace(-1, 4, 6).to(DEVICE)}),
+        (5, 1, 2, {}),
+        (64, 40, 4, {"window": 50, "soft_cap": 3.0}),
+    ],
 )
 def test_the_mass_is_the_sum_of_weights(
-    dtype: torch.dtype, start: int, rows: int, heads: int, options: dict[str, float]
+    dtype: torch.dtype, start: int, rows: int, heads: int, options: dict[str, object]
 ) -> None:
     torch.manual_seed(start)
     pages = make_pages(14, 2, 16, 40, dtype, "tokens first")

@@ -58,12 +58,17 @@ class GatheredMass(Hook):
         mass.kv = kv  # type: ignore[assignment]
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if self._mass.bands.number(layer) is None:
             return
         self._kv.gather(layer)
-        self._mass.on_query(layer, query[-self._num_rows :], scale)
+        self._mass.on_query(layer, query[-self._num_rows :], scale, window, sinks)
         if layer == self._mass.bands.last:
             raise EnoughLayers
 

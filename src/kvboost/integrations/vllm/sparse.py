@@ -199,6 +199,7 @@ class SparseForward:
 
 def _observe(impl: Any, number: int, hook: LayerHook | None, attention: Attention | None) -> None:
     update, forward, scale = impl.do_kv_cache_update, impl.forward, impl.scale
+    sinks = getattr(impl, "sinks", None)
 
     def observed_update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
         if hook is not None:
@@ -209,11 +210,11 @@ def _observe(impl: Any, number: int, hook: LayerHook | None, attention: Attentio
         layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
     ) -> Any:
         if hook is not None:
-            hook.on_query(number, query, scale)
+            hook.on_query(number, query, scale, sinks=sinks)
         if attention is None:
             return forward(layer, query, key, value, cache, metadata, **more)
         out = more["output"]
-        attention(number, query, scale, out.view(query.shape))
+        attention(number, query, scale, out.view(query.shape), sinks=sinks)
         return out
 
     impl.do_kv_cache_update, impl.forward = observed_update, observed_forward

@@ -1,7 +1,11 @@
 // The interface of the kernels. Each form (amx/, float32/) implements it for one type of number.
 #pragma once
 
+#include <math.h>
+#include <stddef.h>
 #include <stdint.h>
+
+#define LOG2_E 1.44269504f
 
 typedef uint16_t bf16;
 #ifdef KVBOOST_FLOAT32
@@ -40,6 +44,7 @@ typedef struct {
     int64_t head_stride, row_stride;
     number *out;      // [rows, heads, dim]
     float *parts;     // [slots, heads, dim + 1]: the output and the log2-sum-exp2
+    const float *sinks; // [heads]: one more score of each head, whose value is zero; NULL: none
     void *workspaces; // kvboost_workspace_bytes() for each thread, aligned to 64 bytes
 } Call;
 
@@ -50,9 +55,15 @@ typedef struct {
     int64_t key_stride;
     const uint8_t *absent; // [start + rows and 16 more]: keys that no row sees
     const float *weights;  // [kinds, rows]: how much each row counts for each kind of sum
+    const float *sinks;    // [heads], as those of Call
     int32_t heads, kv_heads, dim, start, rows, kinds;
     float scale;
 } MassCall;
+
+// What the sink of a head adds to the sum of weights that are relative to 2 ** most.
+static inline float sink_weight(const float *sinks, int head, float most) {
+    return sinks == NULL ? 0 : exp2f(sinks[head] * LOG2_E - most);
+}
 
 // How the codes of a quantised weight are kept. The `group` inputs that share a scale are
 // neighbours; a weight is code * scale + offset.

@@ -49,6 +49,7 @@ class _Call(ctypes.Structure):
         ("row_stride", c_int64),
         ("out", c_void_p),
         ("parts", c_void_p),
+        ("sinks", c_void_p),
         ("workspaces", c_void_p),
     ]
 
@@ -100,12 +101,20 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def attend(self, plan: Plan, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of ``[1, heads, rows, dim]``; returns ``[1, rows, heads, dim]``."""
+    def attend(
+        self,
+        plan: Plan,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``[1, heads, rows, dim]``; returns ``[1, rows, heads, dim]``. ``sinks``,
+        ``[heads]``: one more score of each head, whose value is zero."""
         _, heads, rows, dim = query.shape
         out = query.new_empty(1, rows, heads, dim)
         parts = self.scratch("parts", plan.num_slots * heads * (dim + 1), torch.float32)
-        self._call(plan.address, layer, query, scale, out.data_ptr(), parts)
+        self._call(plan.address, layer, query, scale, out.data_ptr(), parts, sinks)
         return out
 
     def attend_parts(
@@ -128,12 +137,13 @@ class Kernels:
         scale: float,
         out: int | None,
         parts: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        query = _by_strides(query)
+        query, sinks = _by_strides(query), None if sinks is None else sinks.float()
         call = _Call(
             *(plan, layer, query.shape[1], scale),
             *(query.data_ptr(), query.stride(1), query.stride(2)),
-            *(out, parts.data_ptr(), self.workspaces()),
+            *(out, parts.data_ptr(), address_of(sinks), self.workspaces()),
         )
         self._attend(ctypes.addressof(call), torch.get_num_threads())
 
@@ -274,6 +284,10 @@ def _slots(rows: Ints, num_rows: int) -> tuple[Ints, Ints]:
     firsts = np.cumsum(counts[several]) - counts[several]
     merged = np.stack([several, firsts, counts[several]], axis=1).astype(np.int32)
     return slots, np.ascontiguousarray(merged)
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _by_strides(rows: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from kvboost.model import native
 from kvboost.model.kv import RequestKV
-from kvboost.model.native.kernels import serves
+from kvboost.model.native.kernels import address_of, serves
 from kvboost.model.native.layers import scratch
 
 LANES = 16
@@ -27,6 +27,7 @@ class _MassCall(ctypes.Structure):
         ("key_stride", c_int64),
         ("absent", c_void_p),
         ("weights", c_void_p),
+        ("sinks", c_void_p),
         *((name, c_int32) for name in ("heads", "kv_heads", "dim", "start", "rows", "kinds")),
         ("scale", c_float),
     ]
@@ -59,11 +60,13 @@ def attention_mass(
     scale: float,
     absent: torch.Tensor,
     weights: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them:
     after softmax, averaged over heads, summed over rows by each of several ``weights``, float32
     ``[kinds, rows]``. The result is ``[kinds, start]``. Rows that are ``absent``, ``[start]``, are
-    not seen. None if there is no kernel for this KV."""
+    not seen. ``sinks``, ``[heads]``: one more score of each head. None if there is no kernel for
+    this KV."""
     if not serves(kv.shape):
         return None
     library = native.library(kv.shape.dtype)
@@ -73,13 +76,14 @@ def attention_mass(
     (heads, rows, dim), kv_heads = query.shape, len(keys)
     hidden = absent.new_zeros(start + rows + LANES)
     hidden[:start] = absent
-    kinds = len(weights)
+    kinds, sinks = len(weights), None if sinks is None else sinks.float()
     mass = torch.empty(kinds, start, dtype=torch.float32, device="cpu")
     threads = min(torch.get_num_threads(), heads)  # each thread holds the scores of a long prompt
     workspaces = scratch(threads * library.kvboost_mass_bytes(start, rows, kinds), torch.uint8)
     call = _MassCall(
         *(query.data_ptr(), query.stride(0), query.stride(1)),
         *(keys.data_ptr(), keys.stride(0), hidden.data_ptr(), weights.data_ptr()),
+        address_of(sinks),
         *(heads, kv_heads, dim, start, rows, kinds, scale),
     )
     library.kvboost_attention_mass(

@@ -13,6 +13,7 @@ import torch
 from kvboost.model.attention import Batch, attend_segment
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
+from kvboost.model.partial_attention import count_sinks
 from kvboost.model.segment import Segment, rows_first, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
@@ -61,10 +62,11 @@ class RowBatch(Batch):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         fresh = rows_first(key), rows_first(value)
         rows = rows_first(query)
-        return self.attend_rows(layer, rows, scale, window, softcap, fresh=fresh)[None]
+        return self.attend_rows(layer, rows, scale, window, softcap, sinks, fresh=fresh)[None]
 
     def attend_rows(
         self,
@@ -73,12 +75,18 @@ class RowBatch(Batch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape. ``fresh`` are the
-        keys and values of these rows, which have been written."""
+        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape. ``sinks``,
+        ``[heads]``: one more score of each head, whose value is zero. ``fresh`` are the keys and
+        values of these rows, which have been written."""
         raise NotImplementedError
+
+
+Kind = tuple[int | None, float | None, int, bool]
+"""The window, the soft cap and the heads of a layer, and whether it has sinks."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,8 @@ class PagedBatch(RowBatch):
         ]
         self.slots = self._find_slots()
         self.is_fused = not self.has_hooks and not self._as_stock
-        self._work: dict[tuple[int | None, float | None, int], Work] = {}
-        self._rows: dict[tuple[int | None, float | None, int], TiledRows] = {}
+        self._work: dict[Kind, Work] = {}
+        self._rows: dict[Kind, TiledRows] = {}
 
     @cached_property
     def _as_stock(self) -> bool:
@@ -160,22 +168,23 @@ class PagedBatch(RowBatch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
         assert fresh is not None
-        kind = window, softcap, query.shape[1]
+        kind = window, softcap, query.shape[1], sinks is not None
         if kind not in self._work:
             self._work[kind] = self._plan(*kind)
         work = self._work[kind]
         if work.long and work.long[0][0].count == len(query) and not self._first(work.long[0][0]):
-            return _by_kernel(work.long[0][1], query, fresh, scale, causal=True)[0]
+            return _by_kernel(work.long[0][1], query, fresh, scale, sinks, causal=True)[0]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for run, kernel in work.long:
             own = query[run.rows], (fresh[0][run.rows], fresh[1][run.rows])
             table = self._slab.table[self._kvs[run.segment].holding.row]
-            before = self._first(run)
-            attend_after(kernel, *own, self.pages(layer), table, before, scale, out[run.rows])
+            before, pages = self._first(run), self.pages(layer)
+            attend_after(kernel, *own, pages, table, before, scale, out[run.rows], sinks)
         for run in work.dense:
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
             found = attend_segment(self.segments[run.segment], q, k, v, layer, scale, None, None)
@@ -192,6 +201,7 @@ class PagedBatch(RowBatch):
                 window=window if hidden else None,
                 soft_cap=softcap,
                 absent=self._absent([run.segment for run in work.others]),
+                sinks=sinks,
                 out=out,
             )
         return out
@@ -200,7 +210,9 @@ class PagedBatch(RowBatch):
         """The position of its first row."""
         return self.segments[run.segment].first + run.first
 
-    def _plan(self, window: int | None, softcap: float | None, heads: int) -> Work:
+    def _plan(
+        self, window: int | None, softcap: float | None, heads: int, has_sinks: bool = False
+    ) -> Work:
         shape = self._slab.shape
         kernels: Sequence[LongKernel] = ()
         if softcap is None and not self._as_stock:
@@ -211,7 +223,7 @@ class PagedBatch(RowBatch):
         for index, segment in enumerate(self.segments):
             sees_all = softcap is None and segment.is_plain and segment.hides(window) is None
             whole = Run(index, self._starts[index], 0, len(segment))
-            if sees_all and not kernels and _is_dense(segment):
+            if sees_all and not kernels and not has_sinks and _is_dense(segment):
                 work.dense.append(whole)
                 continue
             cuts = ((each.cut(segment.first, segment.end), each) for each in kernels if sees_all)
@@ -272,25 +284,32 @@ def attend_after(
     before: int,
     scale: float,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of consecutive rows, ``[rows, heads, dim]``, over the ``before`` rows of the
     request that ``table`` names in ``pages`` and over their own keys and values."""
-    own = _by_kernel(kernel, query, fresh, scale, causal=True)
     if not before:
-        out.copy_(own[0])
+        out.copy_(_by_kernel(kernel, query, fresh, scale, sinks, causal=True)[0])
         return
+    own = _by_kernel(kernel, query, fresh, scale, causal=True)
     keys, values = (part.transpose(0, 1) for part in gather(pages, table, before))
-    merge(_by_kernel(kernel, query, (keys, values), scale, causal=False), own, out)
+    merge(_by_kernel(kernel, query, (keys, values), scale, causal=False), own, out, sinks)
 
 
 def _by_kernel(
-    kernel: LongKernel, query: torch.Tensor, keys_values: Fresh, scale: float, *, causal: bool
+    kernel: LongKernel,
+    query: torch.Tensor,
+    keys_values: Fresh,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    *,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``[rows, heads, dim]`` over ``[keys, kv_heads, dim]``; and its log-sum-exps,
-    ``[heads, rows]``."""
+    ``[heads, rows]``, which do not count ``sinks``."""
     query, keys, values = (part.transpose(0, 1)[None] for part in (query, *keys_values))
     out, sums = kernel.attend(query, keys, values, scale, causal)
-    return out[0].transpose(0, 1), sums[0]
+    return count_sinks((out, sums), sinks)[0].transpose(0, 1), sums[0]
 
 
 def _is_dense(segment: Segment) -> bool:

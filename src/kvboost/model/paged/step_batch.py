@@ -65,6 +65,7 @@ class Beside(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Attention of ``query``, ``[num_rows, heads, dim]``, into ``out``."""
@@ -170,6 +171,7 @@ class StepBatch(RowBatch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
@@ -178,10 +180,18 @@ class StepBatch(RowBatch):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         with aside(self._stream):
             if self._beside is not None:
-                self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
+                self._beside.attend(layer, query[own:], scale, window, softcap, sinks, out[own:])
         if rows is not None:
-            pages = self.pages(layer)
-            attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
+            attend(
+                query[:own],
+                self.pages(layer),
+                rows,
+                scale,
+                window=window,
+                soft_cap=softcap,
+                sinks=sinks,
+                out=out[:own],
+            )
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return out

@@ -25,7 +25,7 @@ from kvboost.model.triton.attending import (
 from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, TiledRows
-from kvboost.model.triton.scores import LN_2, LOWEST
+from kvboost.model.triton.scores import LN_2, LOWEST, count_sinks
 
 COMBINED = 16
 """Parts, times rows and heads, that one program combines at a time, of tiles with few rows or if
@@ -39,7 +39,9 @@ ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 
 @triton.jit(
     do_not_specialize=["table_stride", "absent_stride", "window"],
-    do_not_specialize_on_alignment=["positions", "items", "tables", "counted", "absent", "lse"],
+    do_not_specialize_on_alignment=[
+        *("positions", "items", "tables", "counted", "absent", "sinks", "lse"),
+    ],
 )
 def _attend_kernel(
     query,
@@ -56,6 +58,7 @@ def _attend_kernel(
     token_stride,
     absent,
     absent_stride,
+    sinks,
     out,
     out_row_stride,
     out_head_stride,
@@ -175,6 +178,8 @@ def _attend_kernel(
         tl.store(to, acc, mask=owned[:, None] & inside)
         tl.store(part_lse + place, weight, mask=owned)
     else:
+        if sinks is not None:
+            acc, weight = count_sinks(acc, weight, sinks, own_head, used)
         done = acc.to(out.dtype.element_ty)
         tl.store(out_at + channel[None, :], done, mask=owned[:, None] & inside)
         if lse is not None:
@@ -182,12 +187,15 @@ def _attend_kernel(
             tl.store(lse_at, weight * LN_2, mask=used)
 
 
-@triton.jit(do_not_specialize=["tile_rows"], do_not_specialize_on_alignment=["tiles", "lse"])
+@triton.jit(
+    do_not_specialize=["tile_rows"], do_not_specialize_on_alignment=["tiles", "sinks", "lse"]
+)
 def _combine_kernel(
     parts,
     part_lse,
     tile_rows,
     tiles,
+    sinks,
     out,
     out_row_stride,
     out_head_stride,
@@ -228,11 +236,14 @@ def _combine_kernel(
     row, own_head = (start + fold) // GROUP, head * GROUP + (start + fold) % GROUP
     row = row.to(tl.int64)
     out_at = out + (row * out_row_stride + own_head * out_head_stride)[:, None] + channel[None, :]
-    done = (acc / total[:, None]).to(out.dtype.element_ty)
+    acc, weight = acc / total[:, None], best + tl.log2(total)
+    if sinks is not None:
+        acc, weight = count_sinks(acc, weight, sinks, own_head, owned)
+    done = acc.to(out.dtype.element_ty)
     tl.store(out_at, done, mask=owned[:, None] & inside[None, :])
     if lse is not None:
         lse_at = lse + row * lse_row_stride + own_head
-        tl.store(lse_at, (best + tl.log2(total)) * LN_2, mask=owned)
+        tl.store(lse_at, weight * LN_2, mask=owned)
 
 
 def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> None:
@@ -277,13 +288,15 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ``query``, ``[rows, heads, dim]``, over ``pages``, ``[pages, kv_heads, page, 2 *
     dim]``; returns ``out``, like ``query``. A row sees the keys up to its own position, the last
     ``window`` of them if it is given, but not those that are ``absent``, bool ``[requests, keys]``.
-    Every row must see a key. There may be more queries than rows; they are not computed. ``lse``,
+    Every row must see a key. ``sinks``, ``[heads]``, are one more score of each head, whose value
+    is zero. There may be more queries than rows; they are not computed. ``lse``,
     float32 ``[rows, heads]``, receives the logarithms of the sums of exponentials."""
     kv_heads, page, dim = check_pages(pages)
     heads = query.shape[1]
@@ -311,7 +324,7 @@ def attend(
         *(rows.positions, rows.items, rows.tables, rows.tables.stride(0)),
         None if whole is None else rows.num_keys,
         *(pages, *pages.stride()[:3]),
-        *(absent, 0 if absent is None else absent.stride(0)),
+        *(absent, 0 if absent is None else absent.stride(0), sinks),
         *(*written, parts, part_lse, whole, *dense, scale, soft_cap, window),
         GROUP=rows.group,
         DIM=dim,
@@ -331,7 +344,7 @@ def attend(
             num_parts, warps = SOME_PARTS, 1
         block = 1 if warps == 1 else max(1, COMBINED // num_parts)
         _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
-            *(parts, part_lse, rows.tile.rows, rows.tiles, *written),
+            *(parts, part_lse, rows.tile.rows, rows.tiles, sinks, *written),
             GROUP=rows.group,
             DIM=dim,
             WIDE=wide,

@@ -57,7 +57,7 @@ def _gather_kernel(
     tl.store(values + to, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["sinks"])
 def _merge_kernel(
     past,
     past_row_stride,
@@ -70,6 +70,7 @@ def _merge_kernel(
     own_lse,
     own_lse_stride,
     num_rows,
+    sinks,
     out,
     out_row_stride,
     out_head_stride,
@@ -90,6 +91,10 @@ def _merge_kernel(
     first = tl.load(past_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(own_at, mask=inside, other=0.0).to(tl.float32)
     merged = second + share * (first - second)
+    if sinks is not None:
+        most = tl.maximum(before, after)
+        whole = most + tl.log(tl.exp(before - most) + tl.exp(after - most))
+        merged *= tl.sigmoid(whole - tl.load(sinks + head).to(tl.float32))[:, None]
     out_at = out + (row * out_row_stride + head * out_head_stride)[:, None] + channel
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
 
@@ -138,10 +143,12 @@ def merge(
     past: tuple[torch.Tensor, torch.Tensor],
     own: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Writes attention over two sets of keys into ``out``, ``[rows, heads, dim]``. ``past`` and
     ``own`` are the attention over each, of that shape, and its logarithms of the sums of
-    exponentials, float32 ``[heads, rows]``. ``out`` may be one of them."""
+    exponentials, float32 ``[heads, rows]``. ``out`` may be one of them. ``sinks``, ``[heads]``, are
+    one more score of each head, whose value is zero."""
     num_rows, heads, dim = out.shape
     for part, lse in (past, own):
         if part.shape != out.shape or lse.shape != (heads, num_rows) or lse.stride(1) != 1:
@@ -152,7 +159,7 @@ def merge(
     _merge_kernel[(triton.cdiv(num_rows, ROWS), heads)](
         *(past[0], past[0].stride(0), past[0].stride(1), past[1], past[1].stride(0)),
         *(own[0], own[0].stride(0), own[0].stride(1), own[1], own[1].stride(0)),
-        *(num_rows, out, out.stride(0), out.stride(1)),
+        *(num_rows, sinks, out, out.stride(0), out.stride(1)),
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
         ROWS=ROWS,

@@ -103,6 +103,7 @@ def attention_mass(
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys: after
     softmax, averaged over heads, summed over rows by each of several ``weights``, float32
@@ -114,8 +115,16 @@ def attention_mass(
     absent = None if absent is None else absent[None]
     lse = torch.empty(num_rows, heads, dtype=torch.float32, device=query.device)
     attend(
-        query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=absent, lse=lse
-    )  # fmt: skip
+        query,
+        pages,
+        rows,
+        scale,
+        window=window,
+        soft_cap=soft_cap,
+        absent=absent,
+        sinks=sinks,
+        lse=lse,
+    )
     kinds = len(weights)
     mass = torch.empty(kinds, num_keys, dtype=torch.float32, device=query.device)
     _mass_kernel[(triton.cdiv(num_keys, KEYS), kinds)](

@@ -68,6 +68,17 @@ def scores_of(raw, position, key, present, scale, cap, window, MASKED: tl.conste
 
 
 @triton.jit
+def count_sinks(out, weight, sinks, head, used):
+    """Attention ``out``, ``[rows, dim]``, and its log2-sum-exp2 after the softmax has one more
+    score: that of ``head``, ``[rows]``, in ``sinks``. Its value is zero."""
+    sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
+    best = tl.maximum(weight, sink)
+    of_keys = tl.exp2(weight - best)
+    total = of_keys + tl.exp2(sink - best)
+    return out * (of_keys / total)[:, None], best + tl.log2(total)
+
+
+@triton.jit
 def factor_of(scale, cap):
     """What scores are multiplied by, for weights that are powers of two."""
     return LOG2_E if cap is not None else scale * LOG2_E

@@ -68,9 +68,10 @@ class RowsBeside:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        self._attention(layer, query, scale, out, window=window, soft_cap=softcap)
+        self._attention(layer, query, scale, out, window=window, soft_cap=softcap, sinks=sinks)
 
     def _table(self, kv: RequestKV) -> torch.Tensor:
         return self._slab.table[kv.holding.row, : len(kv.holding.pages)]

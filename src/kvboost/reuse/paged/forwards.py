@@ -101,10 +101,15 @@ class CapturedBatch(RowBatch):
         write(keys, values, super().pages(layer), self.targets)
 
     def show(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if self._hook is not None:
-            self._hook.on_query(layer, rows_first(query), scale, window)
+            self._hook.on_query(layer, rows_first(query), scale, window, sinks)
 
     def attend(
         self,
@@ -115,8 +120,9 @@ class CapturedBatch(RowBatch):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attend(layer, rows_first(query), scale, window, softcap)[None]
+        return self._attend(layer, rows_first(query), scale, window, softcap, sinks)[None]
 
     def attend_rows(
         self,
@@ -125,6 +131,7 @@ class CapturedBatch(RowBatch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
@@ -132,8 +139,8 @@ class CapturedBatch(RowBatch):
         if self._hook is not None and self._fresh is not None:
             keys, values = self._fresh.flatten(0, 1)[: len(self.slots)].chunk(2, -1)
             self._store(layer, keys, values)
-            self._hook.on_query(layer, query, scale, window)
-        return self._attend(layer, query, scale, window, softcap)
+            self._hook.on_query(layer, query, scale, window, sinks)
+        return self._attend(layer, query, scale, window, softcap, sinks)
 
     def _attend(
         self,
@@ -142,9 +149,10 @@ class CapturedBatch(RowBatch):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of all rows; that of padding is zero."""
-        return self._attention(layer, query, scale, window=window, soft_cap=softcap)
+        return self._attention(layer, query, scale, window=window, soft_cap=softcap, sinks=sinks)
 
 
 class SegmentForwards:

@@ -325,7 +325,12 @@ class FixedMass(FixedHook[PagedMass]):
         self._mass.zero_()
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if (band := self._bands.number(layer)) is None:
             return
@@ -338,6 +343,7 @@ class FixedMass(FixedHook[PagedMass]):
             self._weights,
             window=window,
             absent=self._absent,
+            sinks=sinks,
         )
         if layer == self._bands.last and self._ends:
             raise EnoughLayers

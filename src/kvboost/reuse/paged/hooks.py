@@ -32,4 +32,5 @@ class Attention(Protocol):
         *,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...

@@ -134,10 +134,18 @@ class GpuKernels:
             *,
             window: int | None = None,
             soft_cap: float | None = None,
+            sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            pages = self.pages.caches[layer]
             return attention.attend(
-                query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=hidden, out=out
+                query,
+                self.pages.caches[layer],
+                rows,
+                scale,
+                window=window,
+                soft_cap=soft_cap,
+                absent=hidden,
+                sinks=sinks,
+                out=out,
             )
 
         return attend
@@ -229,7 +237,12 @@ class PagedMass(Hook):
         self._tiled: TiledRows | None = None
 
     def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if (band := self.seen.bands.number(layer)) is None:
             return
@@ -248,6 +261,7 @@ class PagedMass(Hook):
             self._weights,
             window=window,
             absent=self._absent,
+            sinks=sinks,
         )
         if layer == self.seen.bands.last:
             self.give(self._mass)

@@ -182,7 +182,8 @@ static void attend_part(
     for (int i = 0; i < count; i++) {
         const int at = run->first + (first + i) / group;
         const int head = kv_head * group + (first + i) % group;
-        const float sum = _mm512_reduce_add_ps(_mm512_load_ps(work->sums + i * TILE));
+        float sum = _mm512_reduce_add_ps(_mm512_load_ps(work->sums + i * TILE));
+        if (plan->slots[at] < 0) sum += sink_weight(call->sinks, head, work->most[i]);
         float *mine = work->out + i * dim;
         for (int d = 0; d < dim; d++) mine[d] /= sum;
         if (plan->slots[at] < 0) {
@@ -206,6 +207,7 @@ static void merge(const Call *call, const int32_t *merged, int head) {
         total += share;
         for (int d = 0; d < dim; d++) sum[d] += share * parts[i * step + d];
     }
+    total += sink_weight(call->sinks, head, most);
     for (int d = 0; d < dim; d++) sum[d] /= total;
     round_row(sum, dim, call->out + ((int64_t)merged[0] * call->heads + head) * dim);
 }
@@ -287,14 +289,16 @@ static void add_mass(
             _mm512_store_ps(mine + key, shown);
             most = _mm512_max_ps(most, shown);
         }
-        const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        const float highest = _mm512_reduce_max_ps(most);
+        const __m512 top = _mm512_set1_ps(highest);
         for (int key = 0; key < seen; key += TILE) {
             const __m512 weights = power_of_2(_mm512_sub_ps(_mm512_load_ps(mine + key), top));
             _mm512_store_ps(mine + key, weights);
             sum = _mm512_add_ps(sum, weights);
         }
         const float *weights = call->weights + (first + i) / group;
-        const float each = 1 / (_mm512_reduce_add_ps(sum) * call->heads);
+        const float sink = sink_weight(call->sinks, kv_head * group + (first + i) % group, highest);
+        const float each = 1 / ((_mm512_reduce_add_ps(sum) + sink) * call->heads);
         for (int kind = 0; kind < call->kinds; kind++) {
             const float weight = weights[kind * call->rows] * each;
             const __m512 share = _mm512_set1_ps(weight);

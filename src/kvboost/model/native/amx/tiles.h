@@ -10,7 +10,6 @@
 #include "../kernels.h"
 
 #define TILE 16 // rows and columns of a tile; a row is 64 bytes
-#define LOG2_E 1.44269504f
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];

@@ -157,11 +157,14 @@ static void attend_part(
     for (int i = 0; i < count; i++) {
         const int at = run->first + (first + i) / group;
         const int head = kv_head * group + (first + i) % group;
-        const float *mine = work->out + i * dim, share = 1 / work->sums[i];
+        const float *mine = work->out + i * dim;
         float *to = call->out + ((int64_t)plan->rows[at] * call->heads + head) * dim;
+        float share = 1 / work->sums[i];
         if (plan->slots[at] >= 0) {
             to = call->parts + ((int64_t)plan->slots[at] * call->heads + head) * (dim + 1);
             to[dim] = work->most[i] + log2f(work->sums[i]);
+        } else {
+            share = 1 / (work->sums[i] + sink_weight(call->sinks, head, work->most[i]));
         }
         for (int d = 0; d < dim; d++) to[d] = mine[d] * share;
     }
@@ -178,6 +181,7 @@ static void merge(const Call *call, const int32_t *merged, int head) {
         total += share;
         for (int d = 0; d < dim; d++) sum[d] += share * parts[i * step + d];
     }
+    total += sink_weight(call->sinks, head, most);
     float *out = call->out + ((int64_t)merged[0] * call->heads + head) * dim;
     for (int d = 0; d < dim; d++) out[d] = sum[d] / total;
 }
@@ -253,7 +257,8 @@ static void add_mass(
             sums += weights;
         }
         const float *weights = call->weights + (first + i) / group;
-        const float each = 1 / (total(sums) * call->heads);
+        const float sink = sink_weight(call->sinks, kv_head * group + (first + i) % group, top);
+        const float each = 1 / ((total(sums) + sink) * call->heads);
         for (int kind = 0; kind < call->kinds; kind++) {
             const float share = weights[kind * call->rows] * each;
             float *to = mass + (int64_t)kind * call->start;

@@ -38,7 +38,6 @@
 #define VECTORS (COLUMNS / LANES)
 // Rows that are multiplied at once: their sums fill three quarters of the registers.
 #define ROWS (3 * REGISTERS / 4 / VECTORS)
-#define LOG2_E 1.44269504f
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__

@@ -1,0 +1,41 @@
+"""What a layer of vLLM gives to our attention and hooks. vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+
+NAME = "kvboost.integrations.vllm.sparse"
+VLLM = ("config", "forward_context", "logger", "v1", "v1.attention", "v1.attention.backend")
+
+
+@pytest.fixture
+def sparse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setitem(sys.modules, "vllm", MagicMock())
+    for name in VLLM:
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", MagicMock())
+    monkeypatch.setitem(sys.modules, NAME, ModuleType(NAME))  # so that it is taken away again
+    monkeypatch.delitem(sys.modules, NAME)
+    return importlib.import_module(NAME)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.arange(2.0)])
+def test_attention_and_hooks_get_the_sinks_of_the_layer(
+    sparse: ModuleType, sinks: torch.Tensor | None
+) -> None:
+    impl = SimpleNamespace(do_kv_cache_update=Mock(), forward=Mock(), scale=0.5, sinks=sinks)
+    if sinks is None:
+        del impl.sinks  # as in versions that know none
+    hook, attention = Mock(), Mock()
+    sparse._observe(impl, 3, hook, attention)
+    query, out = torch.zeros(4, 2, 8), torch.zeros(4, 16)
+    impl.forward(None, query, query, query, None, None, output=out)
+    hook.on_query.assert_called_once_with(3, query, 0.5, sinks=sinks)
+    (number, given, scale, into), options = attention.call_args
+    assert (number, scale, options) == (3, 0.5, {"sinks": sinks})
+    assert given is query and into.shape == query.shape
