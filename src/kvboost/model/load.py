@@ -38,7 +38,7 @@ from kvboost.model.gguf_folder import described_folder
 from kvboost.model.gguf_reader import quick_reader
 from kvboost.model.hub import why_unreachable
 from kvboost.model.quantized.layers import num_weights, packed_identity
-from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled
+from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled, method_in
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 from kvboost.model.streaming.parking import Parking, host_bytes
@@ -184,8 +184,25 @@ def read(
                 model = _auto_class(config).from_pretrained(
                     source.place, dtype=chosen_dtype, **options
                 )
+            if method_in(vars(config)) == "mxfp4" and not getattr(model, "is_quantized", False):
+                _finish_expanding(model, chosen_dtype)
             tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
+
+
+def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Converts experts to ``dtype``: transformers expands MXFP4 weights to bfloat16, unless it
+    finds a package with GPU kernels for them, and rows that are rounded more than others depend on
+    how many are computed together."""
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    for weight in experts:
+        weight.data = weight.data.to(dtype)
+    gib = sum(weight.nbytes for weight in experts) / 2**30
+    warnings.warn(
+        f"the model's MXFP4 weights are expanded to {str(dtype).removeprefix('torch.')} and take "
+        f"{gib:.1f} GiB: KVBoost has no kernels for packed experts",
+        stacklevel=4,
+    )
 
 
 def _find_filled(

@@ -82,6 +82,21 @@ def test_codes_of_a_quantised_folder_count_as_the_weights_they_are(tmp_path: Pat
     assert found.bits == pytest.approx(4.2, abs=0.1)
 
 
+def test_mxfp4_experts_count_as_the_weights_they_are_and_do_not_stay_packed(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.experts.down_proj"
+    write_folder(
+        tmp_path / "gpt-oss",
+        {
+            f"{experts}_blocks": ("U8", [4, 64, 3, 16], 4 * 64 * 48),
+            f"{experts}_scales": ("U8", [4, 64, 3], 4 * 64 * 3),
+        },
+        model_type="gpt_oss",
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    found = read_header(tmp_path / "gpt-oss")
+    assert found.parameters == 4 * 64 * (96 + 3) and not found.is_quantized
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no GGUF file .*none\.gguf"):
         read_header(tmp_path / "none.gguf")

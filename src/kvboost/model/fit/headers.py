@@ -22,6 +22,8 @@ _HEADS = ("lm_head.weight", "output.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight", "wte.weight")
 _CODES = {"I32": 4, "U8": 1, "I8": 1}
 """Types of tensors that hold codes of weights, with their bytes."""
+_CODED = ("weight", "_blocks")
+"""How their names end; the latter in MXFP4."""
 _MOST_HEADER = 100 << 20
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -51,6 +53,7 @@ class ModelHeader:
     """Numbers of KV that a token has in all layers; None if the header does not say."""
     context: int | None
     is_quantized: bool
+    """Whether its weights can stay packed."""
     to_download: int = 0
     """Bytes that are not on this machine yet."""
 
@@ -207,7 +210,7 @@ def _from_config(
     for tensor, said in tensors:
         start, end = said["data_offsets"]
         numbers = math.prod(said["shape"])
-        if method is not None and said["dtype"] in _CODES and tensor.endswith("weight"):
+        if method is not None and said["dtype"] in _CODES and tensor.endswith(_CODED):
             numbers = numbers * _CODES[said["dtype"]] * 8 // bits
         stored.append(StoredTensor(tensor, said["dtype"], numbers, end - start))
     text = {**config, **(config.get("text_config") or {})}
@@ -221,7 +224,7 @@ def _from_config(
         layers=layers or 0,
         kv_numbers=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
         context=_first(text, _CONTEXT),
-        is_quantized=method is not None,
+        is_quantized=method is not None and method.get("quant_method") != "mxfp4",
     )
 
 
