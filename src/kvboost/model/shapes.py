@@ -1,7 +1,9 @@
-"""Models with random weights in the shapes of Qwen2.5: speed depends on shapes, not on weights."""
+"""Models with random weights in the shapes of Qwen2.5 and of models with experts: speed depends on
+shapes, not on weights."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,41 +17,84 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "32b": (5120, 27648, 64, 40, 8),
 }
 VOCABULARY = 151_936
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # the family in transformers, its config
+    "gpt-oss-20b": (
+        "GptOss",
+        {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3Moe",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
-def config_of(shape: str, **changes: Any) -> Any:
-    """The transformers config of a shape, with some ``changes``. No token ends an answer."""
-    from transformers import Qwen2Config
-
+def _described(shape: str) -> tuple[str, dict[str, Any]]:
+    """The family of a shape, and what its config has of its own."""
+    if shape in EXPERTS:
+        return EXPERTS[shape]
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    options: dict[str, Any] = {
+    return "Qwen2", {
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 131_072,
         "tie_word_embeddings": shape not in ("7b", "32b"),
-        "architectures": ["Qwen2ForCausalLM"],
+    }
+
+
+def config_of(shape: str, **changes: Any) -> Any:
+    """The transformers config of a shape, with some ``changes``. No token ends an answer."""
+    import transformers
+
+    family, own = _described(shape)
+    options: dict[str, Any] = {
+        "max_position_embeddings": 131_072,
+        "architectures": [f"{family}ForCausalLM"],
         "dtype": "bfloat16",
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return Qwen2Config(**{**options, **changes})
+    return getattr(transformers, f"{family}Config")(**{**options, **own, **changes})
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> Any:
     """A transformers model, made on the device; ``changes`` of its config."""
-    from transformers import Qwen2ForCausalLM
+    import transformers
 
     config = config_of(shape, **changes)
     config.dtype = dtype
+    (name,) = config.architectures
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return Qwen2ForCausalLM(config).eval()
+            return getattr(transformers, name)(config).eval()
     finally:
         torch.set_default_dtype(previous)
 
@@ -70,9 +115,15 @@ def number_tokenizer(size: int = VOCABULARY) -> Any:
 
 
 def step_bytes(model: Any) -> int:
-    """The bytes of weights that a decode step reads: all but an embedding of its own, of which it
-    reads a row."""
-    every = sum(weight.nbytes for weight in model.parameters())
+    """The bytes of weights that a decode step of one request reads: of experts, those that a token
+    chooses, and all others but an embedding of its own, of which it reads a row."""
+    chosen = Fraction(1)
+    if (number := getattr(model.config, "num_experts", None)) is not None:
+        chosen = Fraction(model.config.num_experts_per_tok, number)
+    every = sum(
+        int(weight.nbytes * chosen) if ".experts." in name else weight.nbytes
+        for name, weight in model.named_parameters()
+    )
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     return every if tied else every - int(embedding.nbytes)

@@ -36,7 +36,7 @@ from kvboost.bench.peers.workers.vllm_connector import ALONE, HEADER, PASSAGES, 
 from kvboost.bench.peers.workers.vllm_connector import random_tokens as tokens_of
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.model.machine import copy_bandwidth, gpu_kernels
-from kvboost.model.shapes import SHAPES, number_tokenizer, random_model, step_bytes
+from kvboost.model.shapes import EXPERTS, SHAPES, number_tokenizer, random_model, step_bytes
 
 OURS, VLLM, STOCK, BATCHING = "KVBoost", "vLLM", "transformers", "continuous batching"
 READ, KNOWN, IN_RAM, ON_DISK, MOVED = "new", "known", "known, RAM", "known, disk", "moved"
@@ -71,7 +71,10 @@ class Settings(benchmark.Settings):
     QUICK: ClassVar = {"lengths": (8192,), "requests": (1, 64), "rounds": 2, "ours_only": True}
 
     shapes: tuple[str, ...] = option(
-        ("1.5b", "7b"), "Shapes of models; tiny runs without a GPU.", "shape", choices=tuple(SHAPES)
+        ("1.5b", "7b"),
+        "Shapes of models; tiny runs without a GPU.",
+        "shape",
+        choices=(*SHAPES, *EXPERTS),
     )
     lengths: tuple[int, ...] = option((2048, 8192, 32768), "Prompt tokens.", "tokens", least=256)
     requests: tuple[int, ...] = option((1, 8, 32, 64), "Requests that decode together.", least=1)
@@ -144,7 +147,7 @@ class Ours:
 
     def __init__(self, model: Any, settings: Settings, bench: Bench) -> None:
         self._model, self._settings, self._bench = model, settings, bench
-        self._tokenizer = number_tokenizer()
+        self._tokenizer = number_tokenizer(model.config.vocab_size)
         self._rng = random.Random(1)
         self.notes: list[str] = []
 

@@ -21,7 +21,7 @@ from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.goals import Goal, judge, keeps_to, reaches
 from kvboost.bench.kit.tables import dim, ms, table
 from kvboost.bench.peers.vllm_runs import Place, find_place, run_worker
-from kvboost.model.shapes import SHAPES
+from kvboost.model.shapes import EXPERTS, SHAPES
 
 GPU_LENGTHS, CPU_LENGTHS = (2048, 8192, 32768), (768,)
 MOST_MOVED = {2048: 0.6, 8192: 0.33, 32768: 0.25}
@@ -49,7 +49,7 @@ class Settings(benchmark.Settings):
     shape: str = option(
         GOAL_SHAPE,
         "The model's shape on a GPU, with random weights.",
-        choices=tuple(SHAPES),
+        choices=(*SHAPES, *EXPERTS),
     )
     ratio: float = option(0.15, "The share of moved rows that is recomputed.", least=0.0, most=1.0)
     rounds: int = option(5, f"{ROUNDS} The first is not counted.", least=2, most=50)

@@ -20,7 +20,7 @@ import time
 from itertools import chain, islice
 from typing import Any
 
-from kvboost.model.shapes import SHAPES, config_of
+from kvboost.model.shapes import EXPERTS, SHAPES, config_of
 
 PASSAGES = 8
 HEADER = QUESTION = 32
@@ -31,7 +31,7 @@ ALONE, TOGETHER = 2048, 512
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a model's folder; without it, random weights")
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--shape", choices=(*SHAPES, *EXPERTS), default="7b")
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ratio", type=float, default=0.15)
