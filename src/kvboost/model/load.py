@@ -30,6 +30,7 @@ from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundE
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.device import pick_device, pick_dtype, slow_dtype
+from kvboost.model.experts import idle_weights
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
@@ -79,7 +80,9 @@ class LoadedModel:
         """What attending to one key costs, as a share of what one row costs in the weights."""
         shape = self.forward.shape
         per_key = 2 * self.num_heads * shape.key_channels
-        return float(per_key / num_weights(self.forward.model, embeddings=False))
+        model = self.forward.model
+        per_row = num_weights(model, embeddings=False) - idle_weights(model)
+        return float(per_key / per_row)
 
     @property
     def active_adapters(self) -> list[str]:

@@ -3,10 +3,11 @@ shapes, not on weights."""
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import torch
+
+from kvboost.model.experts import idle_weights
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "tiny": (64, 96, 2, 4, 2),
@@ -117,13 +118,8 @@ def number_tokenizer(size: int = VOCABULARY) -> Any:
 def step_bytes(model: Any) -> int:
     """The bytes of weights that a decode step of one request reads: of experts, those that a token
     chooses, and all others but an embedding of its own, of which it reads a row."""
-    chosen = Fraction(1)
-    if (number := getattr(model.config, "num_experts", None)) is not None:
-        chosen = Fraction(model.config.num_experts_per_tok, number)
-    every = sum(
-        int(weight.nbytes * chosen) if ".experts." in name else weight.nbytes
-        for name, weight in model.named_parameters()
-    )
+    every = sum(weight.nbytes for weight in model.parameters())
+    every -= idle_weights(model, in_bytes=True)
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     return every if tied else every - int(embedding.nbytes)
