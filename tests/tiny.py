@@ -123,6 +123,15 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("Cohere", _GQA),
     "glm": ("Glm", {**_GQA, "head_dim": 16, "partial_rotary_factor": 0.5}),
+    "cohere2": (
+        "Cohere2",
+        {**_GQA, **_WINDOW, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**_GQA, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32},
+    ),
 }
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _SIZES),

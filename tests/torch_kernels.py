@@ -166,19 +166,19 @@ def move(
     interleaved: bool = False,
     share: float | None = None,
 ) -> None:
-    assert not interleaved, "no test needs it"
     if share is not None:  # mixing is rare: the kernel itself does it
-        move_kernel(rows, layers, share=share)
+        move_kernel(rows, layers, interleaved=interleaved, share=share)
         return
     pairs = rows.cos_sin.shape[3]
+    halves = slice(pairs), slice(pairs, 2 * pairs)
+    first, second = (slice(i, 2 * pairs, 2) for i in (0, 1)) if interleaved else halves
     for source, start, count, position, rotation, pages in rows.spans:
         stored = torch.cat([_page(source, page) for page in pages], 3)
         stored = stored[:, :, :, start : start + count]
         keys, values = stored[0].clone(), stored[1]
         cos, sin = rows.cos_sin[:, :, rotation, None, None]
-        first, second = stored[0][..., :pairs], stored[0][..., pairs : 2 * pairs]
-        keys[..., :pairs] = first * cos - second * sin
-        keys[..., pairs : 2 * pairs] = second * cos + first * sin
+        keys[..., first] = stored[0][..., first] * cos - stored[0][..., second] * sin
+        keys[..., second] = stored[0][..., second] * cos + stored[0][..., first] * sin
         positions = torch.arange(position, position + count, device=stored.device)
         slots = slots_of(positions, rows.table, layers.page)
         for layer, target in enumerate(layers.pages):

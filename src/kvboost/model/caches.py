@@ -7,7 +7,8 @@ of each of the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
 from kvboost.model.segment import Segment
+from kvboost.model.unsupported import WHY_NOT
 
 
 class PackedCache:
@@ -87,12 +89,26 @@ class SequenceCache:
         return self._segment.first + query_length, 0
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What a model gave for one token, once for each position that was asked for."""
+
+    shape: AnyShape
+    """Of its KV."""
+    layers: Mapping[int, int]
+    """For each of the model's layers that has KV of its own, its number among them."""
+    num_logits: int
+    keys: list[torch.Tensor]
+    """``[positions, kv_heads, head_dim]`` for each of these layers."""
+    values: list[torch.Tensor]
+
+
 class ShapeProbe(PackedCache):
-    """Records the shape of every layer's KV instead of keeping it."""
+    """Records every layer's keys and values instead of keeping them."""
 
     def __init__(self) -> None:
         super().__init__(Batch(()), {})
-        self.seen: dict[int, torch.Tensor] = {}
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         return 0
@@ -105,29 +121,51 @@ class ShapeProbe(PackedCache):
                 f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
                 f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"
             )
-        self.seen[layer_idx] = keys
+        if layer_idx in self.seen:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} writes keys and values twice for one token; KVBoost keeps one "
+                "row per token and layer"
+            )
+        self.seen[layer_idx] = keys, values
         return keys, values
 
 
-def observe_shape(model: PreTrainedModel) -> tuple[AnyShape, Mapping[int, int], int]:
-    """The shape of a model's KV, the numbers of the layers that have some, and the number of its
-    logits, found by running one token through the unchanged model."""
+def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
+    """Runs one token through the unchanged model, alone at each of ``positions``. Without positions
+    the model chooses its own, once."""
     probe = ShapeProbe()
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    # Not one of the first tokens: a padding token's embedding, and so its keys, may be zero.
+    token = model.get_input_embeddings().num_embeddings // 2
+    tokens = torch.full((max(1, len(positions)), 1), token, device=model.device)
+    known = WHY_NOT.get(str(model.config.model_type))
+    reason = f". It {known}" if known else ""
+    chosen = {"position_ids": torch.tensor(positions, device=model.device)[:, None]}
     try:
         with torch.inference_mode():
-            logits = model(input_ids=token, past_key_values=probe, use_cache=True).logits
+            logits = model(
+                input_ids=tokens,
+                past_key_values=probe,
+                use_cache=True,
+                **(chosen if positions else {}),
+            ).logits
     except UnsupportedModelError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on a plain key/value cache "
             f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
+            f"{reason}"
         ) from error
     if not probe.seen:
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps no keys and values: there is nothing to reuse"
+            f"{type(model).__name__} keeps no keys and values: there is nothing to reuse{reason}"
         )
     layers = {layer: number for number, layer in enumerate(sorted(probe.seen))}
-    shape = shape_of([probe.seen[layer] for layer in layers])
-    return shape, layers, int(logits.shape[-1])
+    keys, values = zip(*(probe.seen[layer] for layer in layers), strict=True)
+    return Observed(
+        shape_of([of_layer[:1] for of_layer in keys]),
+        layers,
+        int(logits.shape[-1]),
+        [of_layer[:, :, 0].cpu() for of_layer in keys],
+        [of_layer[:, :, 0].cpu() for of_layer in values],
+    )

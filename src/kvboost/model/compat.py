@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.model.unsupported import WHY_NOT
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Positions(str, Enum):
@@ -27,19 +29,29 @@ class Architecture:
 
     positions: Positions
     packed: bool = True
-    interleaved: bool = False
-    """RoPE rotates neighbouring channels, not the two halves of a head."""
 
 
 ROPE = Architecture(Positions.ROPE)
-INTERLEAVED = Architecture(Positions.ROPE, interleaved=True)
+"""``model/rope.py`` measures which layers rotate which channels."""
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": ROPE,
-    "qwen2": ROPE,
-    "qwen3": ROPE,
-    "mistral": ROPE,
-    "mixtral": ROPE,
+    "afmoe": ROPE,
+    "apertus": ROPE,
+    "arcee": ROPE,
+    "aria_text": ROPE,
+    "beam": ROPE,
+    "bitnet": ROPE,
+    "cohere": ROPE,
+    "cohere2": ROPE,
+    "cohere2_moe": ROPE,
+    "cwm": ROPE,
+    "dots1": ROPE,
+    "ernie4_5": ROPE,
+    "ernie4_5_moe": ROPE,
+    "exaone4": ROPE,
+    "exaone_moe": ROPE,
+    "flex_olmo": ROPE,
+    "flint": ROPE,
     "gemma": ROPE,
     "gemma2": ROPE,
     "gemma3": ROPE,  # text only, as all models here that see
@@ -47,18 +59,51 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3n_text": ROPE,
     "gemma4": ROPE,
     "gemma4_text": ROPE,
-    "llama4_text": INTERLEAVED,
+    "glm": ROPE,
+    "glm4": ROPE,
+    "glm4_moe": ROPE,
+    "gpt_neox": ROPE,
+    "gpt_oss": ROPE,
+    "granite": ROPE,
+    "granite_swa": ROPE,
+    "granitemoe": ROPE,
+    "granitemoe_swa": ROPE,
+    "granitemoeshared": ROPE,
+    "helium": ROPE,
+    "hy_v3": ROPE,
+    "hyperclovax": ROPE,
+    "internvl": ROPE,  # the InternLM family as transformers ships it
+    "jais2": ROPE,
+    "kolibri1": ROPE,
+    "llama": ROPE,
+    "llama4_text": ROPE,
+    "mellum": ROPE,
+    "minimax_m2": ROPE,
+    "ministral": ROPE,
+    "ministral3": ROPE,
+    "mistral": ROPE,
+    "mixtral": ROPE,
+    "modernbert-decoder": ROPE,
+    "nanochat": ROPE,
+    "nemotron": ROPE,
+    "olmo": ROPE,
+    "olmo2": ROPE,
+    "olmo3": ROPE,
+    "olmoe": ROPE,
+    "persimmon": ROPE,
     "phi": ROPE,
     "phi3": ROPE,
-    "stablelm": ROPE,
-    "internvl": ROPE,  # the InternLM family as transformers ships it
-    "olmo2": ROPE,
-    "gpt_neox": ROPE,
+    "phimoe": ROPE,
+    "qwen2": ROPE,
+    "qwen2_moe": ROPE,
+    "qwen3": ROPE,
+    "qwen3_moe": ROPE,
+    "seed_oss": ROPE,
     "smollm3": ROPE,
-    "granite": ROPE,
-    "gpt_oss": ROPE,
-    "cohere": INTERLEAVED,
-    "glm": INTERLEAVED,
+    "solar_open": ROPE,
+    "stablelm": ROPE,
+    "starcoder2": ROPE,
+    "vaultgemma": ROPE,
     "gpt2": Architecture(Positions.LEARNED),
     "opt": Architecture(Positions.LEARNED),
     "bloom": Architecture(Positions.ALIBI, packed=False),
@@ -66,6 +111,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)
+NEW = "is not among the architectures that were tested (docs/models.md)"
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -96,10 +142,9 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     architecture = ARCHITECTURES.get(model_type, UNKNOWN)
     if strict and architecture is UNKNOWN:
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not among the tested architectures "
-            f"({', '.join(sorted(ARCHITECTURES))}). With strict=False it runs with exact prefix "
-            "reuse through its own attention; call engine.verify_correctness() before you rely "
-            "on it"
+            f"model type {model_type!r} {WHY_NOT.get(model_type, NEW)}. With strict=False KVBoost "
+            "tries exact prefix reuse through the model's own attention; call "
+            "engine.verify_correctness() before you rely on it"
         )
     if strict and architecture.positions is not Positions.ROPE:
         raise UnsupportedModelError(
@@ -115,6 +160,16 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     ]
     switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
     return Support(model_type, architecture, min(limits, default=None), switches)
+
+
+def what_is_reused(model_type: str) -> str:
+    """What of a model type's text is reused, in words; why not, if nothing is."""
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
+        return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
+    if architecture.positions is Positions.ROPE:
+        return "exact and moved text is reused"
+    return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.attention import Batch
-from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
+from kvboost.model.caches import PackedCache, SequenceCache, observe
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
@@ -73,10 +73,12 @@ class Forward:
         alone_beyond: int | None = None,
         fast_layers: FastLayers | None = None,
         streams: bool = False,
+        probed_positions: Sequence[int] = (),
     ) -> None:
         """``alone_beyond``: segments that reach further run alone, because the model then rotates
         all positions of a call by other factors. ``fast_layers``: what was packed of the model.
-        ``streams``: weights of layers come to the device only when they are needed."""
+        ``streams``: weights of layers come to the device only when they are needed.
+        ``probed_positions``: where ``observed`` is to show the KV of a token."""
         self.model = model
         self.packed = packed
         self.streams = streams
@@ -90,9 +92,9 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
-        self.shape, self.layers, self.num_logits = observe_shape(model)
-        """``layers``: for each of the model's layers that has KV of its own, its number among
-        them."""
+        self.observed = observe(model, probed_positions)
+        self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
+        self.layers = self.observed.layers
         self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""

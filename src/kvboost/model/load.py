@@ -40,7 +40,7 @@ from kvboost.model.gguf_reader import quick_reader
 from kvboost.model.hub import why_unreachable
 from kvboost.model.quantized.layers import num_weights, packed_identity
 from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled, method_in
-from kvboost.model.rope import frequencies
+from kvboost.model.rope import KeyRotation, key_rotation, probed_positions
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 from kvboost.model.streaming.parking import Parking, host_bytes
 from kvboost.model.streaming.place import Placement, check_device, place
@@ -60,9 +60,8 @@ class LoadedModel:
     """Identifies everything about the model that its KV depends on."""
     context_length: int | None
     eos_ids: frozenset[int]
-    frequencies: list[torch.Tensor] | None
-    """``[pairs]`` for each layer that has KV: the angles by which its keys rotate per position;
-    None if they do not."""
+    rotation: KeyRotation | None
+    """How keys rotate with their position; None if they do not."""
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
 
@@ -285,6 +284,7 @@ def wrap(
         alone_beyond=support.reuse_limit,
         fast_layers=pack_layers(model) if packs else None,
         streams=placement is not None and placement.streamed is not None,
+        probed_positions=probed_positions(model, support),
     )
     loaded = LoadedModel(
         name=name,
@@ -294,7 +294,7 @@ def wrap(
         fingerprint=identity,
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
-        frequencies=frequencies(model, support, forward.layers),
+        rotation=key_rotation(model, support, forward.observed, strict=strict),
         placement=placement,
     )
     if loaded.slow_dtype is not None:

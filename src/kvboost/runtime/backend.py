@@ -199,14 +199,15 @@ def _why_not_far(model: LoadedModel) -> str | None:
 
 def rotation_of(model: LoadedModel) -> AnyRotation | None:
     """How keys rotate to another position; None if the model has no rotary positions."""
-    if model.frequencies is None:
+    rotation = model.rotation
+    if rotation is None:
         return None
-    shape, interleaved = model.forward.shape, model.support.architecture.interleaved
+    shape, interleaved = model.forward.shape, rotation.interleaved
     if isinstance(shape, KVShape):
-        every = torch.stack(model.frequencies)
+        every = torch.stack(rotation.frequencies)
         return Rotation(every, interleaved=interleaved, kernel=move_keys)
     of_groups: list[list[torch.Tensor]] = [[] for _ in shape.groups]
-    for (group, _), of_layer in zip(shape.places, model.frequencies, strict=True):
+    for (group, _), of_layer in zip(shape.places, rotation.frequencies, strict=True):
         of_groups[group].append(of_layer)
     rotations = [
         Rotation(torch.stack(some), interleaved=interleaved, kernel=move_keys) for some in of_groups
