@@ -82,7 +82,8 @@ def fit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what of a model would fit here, at which precision, resident or streamed, and how fast.
+    """Say whether a model's text is reused, and what of the model would fit here, at which
+    precision, resident or streamed, and how fast.
 
     Reads headers only: nothing is loaded, and no weights are downloaded. The first run measures
     the bandwidths of this machine, in a second or two.
@@ -122,6 +123,8 @@ def _describe(header: ModelHeader) -> str:
         told += f", context {header.context:,}"
     if header.to_download:
         told += f"; {format_bytes(header.to_download)} would be downloaded"
+    if header.reused:
+        told += f"\n{header.reused}"
     return told
 
 
@@ -152,6 +155,7 @@ def _as_dict(header: ModelHeader, machine: Machine, found: list[Fit]) -> dict[st
     return {
         "model": header.name,
         "architecture": header.architecture,
+        "reused": header.reused,
         "parameters": header.parameters,
         "layers": header.layers,
         "kind": header.kind,

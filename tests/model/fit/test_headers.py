@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from kvboost.errors import ModelError, ModelNotFoundError
-from kvboost.model.fit.headers import read_header
+from kvboost.model.fit.headers import _type_of_gguf, read_header
 from tiny import tiny_model
 
 
@@ -62,6 +62,28 @@ def test_a_saved_model_has_the_parameters_of_the_model(tmp_path: Path) -> None:
     assert found.stored_bytes == sum(weight.nbytes for weight in model.parameters())
     assert found.kv_numbers == 2 * 3 * 2 * 16 and not found.is_quantized
     assert found.embedding is not None, "the head is another tensor"
+    assert found.reused == "exact and moved text is reused"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("gpt2", "only exact text is reused, with strict=False: it uses learned absolute"),
+        ("qwen3_next", "not supported: it keeps a state of linear layers beside its keys"),
+        ("brand_new", "not supported: it is not among the architectures that were tested"),
+    ],
+)
+def test_a_model_that_is_not_supported_says_why(tmp_path: Path, model_type: str, said: str) -> None:
+    write_folder(tmp_path / "model", {}, model_type=model_type)
+    assert str(read_header(tmp_path / "model").reused).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("written", "model_type"),
+    [("qwen3moe", "qwen3_moe"), ("gemma3", "gemma3_text"), ("gpt-oss", "gpt_oss"), ("llama",) * 2],
+)
+def test_names_of_gguf_files_are_those_of_transformers(written: str, model_type: str) -> None:
+    assert _type_of_gguf(written) == model_type
 
 
 def test_codes_of_a_quantised_folder_count_as_the_weights_they_are(tmp_path: Path) -> None:

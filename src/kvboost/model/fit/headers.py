@@ -15,7 +15,9 @@ from typing import Any
 
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model import weights
+from kvboost.model.compat import ARCHITECTURES, what_is_reused
 from kvboost.model.gguf import GgufIndex, check_gguf
+from kvboost.model.unsupported import WHY_NOT
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 _HEADS = ("lm_head.weight", "output.weight")
@@ -56,6 +58,13 @@ class ModelHeader:
     """Whether its weights can stay packed."""
     to_download: int = 0
     """Bytes that are not on this machine yet."""
+    model_type: str | None = None
+    """As in transformers; None if the header does not say."""
+
+    @property
+    def reused(self) -> str | None:
+        """What of its text is reused, or why nothing is."""
+        return None if self.model_type is None else what_is_reused(self.model_type)
 
     @property
     def parameters(self) -> int:
@@ -131,7 +140,16 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         kv_numbers=2 * layers * heads * width if heads and width else None,
         context=numbers.get("context_length"),
         is_quantized=not kinds <= {"F32", "F16", "BF16", "F64"},
+        model_type=_type_of_gguf(index.architecture),
     )
+
+
+def _type_of_gguf(architecture: str) -> str:
+    """GGUF files write ``qwen3moe`` and ``gemma3`` where transformers has ``qwen3_moe`` and
+    ``gemma3_text``."""
+    known = {name.replace("_", ""): name for name in (*ARCHITECTURES, *WHY_NOT)}
+    written = architecture.replace("-", "").replace("_", "")
+    return known.get(f"{written}text") or known.get(written, architecture)
 
 
 def from_folder(folder: Path, name: str | None = None) -> ModelHeader:
@@ -225,6 +243,7 @@ def _from_config(
         kv_numbers=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
+        model_type=config.get("model_type"),
     )
 
 

@@ -1,0 +1,139 @@
+"""Writes docs/models.md: the families that the tests run, and why the others are not supported.
+
+    python scripts/list_models.py
+
+It makes the tests' tiny model of every family and measures what the table says. A test fails as
+long as the page differs from the code.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "models.md"
+sys.path.insert(0, str(ROOT / "tests"))
+
+INTRODUCTION = """\
+# Models
+
+Every family of models in this table is tested with random weights of its real structure in
+float32. [What is not supported](#not-supported-yet) comes below, with the reasons.
+`kvboost models MODEL` says the same of a file, a folder or a hub id.
+
+`python scripts/list_models.py` writes this page. What it says of keys is measured on the models of
+the tests. A test fails if the page is out of date.
+
+- **Family**: `model_type` in a model's `config.json`. Models that see (`gemma3`, `gemma4`,
+  `internvl`) read text only.
+- **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
+- **Moved**: passages at another position are reused. If all of them are recomputed, the logits are
+  those of a full prefill.
+- **Batch**: requests share forwards, and each answer is the one that its request gets alone.
+- **Pages**: KV in pages, with the decode steps that are CUDA graphs on NVIDIA GPUs. Here the tests
+  run without a GPU. Experts that are chosen on the host cannot be captured: the model then runs
+  without a graph, and `engine.notes` says so.
+- **Adapters**: LoRA of the attention's projections equals merged weights.
+- **Packed**: GGUF files stay in 4 and 8 bits, see [Quantised weights](quantized.md).
+- **In vLLM**: what the [connector](vllm.md#what-is-not-supported) reuses where vLLM has the model.
+  This follows from how keys rotate and which layers of the tests' models have windows; a model
+  with a sliding window has exact text only. vLLM itself ran Llama, Qwen2 and Gemma 3.
+- **Keys**: how they rotate with their position: in halves of a head, or neighbouring channels. A
+  model is measured when it is loaded, layer by layer, and refused if its keys do something else.
+
+"""
+
+NOT_YET = """
+## Not supported yet
+
+With `strict=False` KVBoost tries exact prefix reuse through the model's own attention. Call
+`engine.verify_correctness()` before you rely on it. A family that is not on this page is treated
+alike.
+
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table."""
+
+    name: str
+    moves: bool
+    packed: bool
+    pages: bool
+    keys: str
+    in_vllm: str
+
+
+def families() -> list[Family]:
+    """The families that are here: older versions of transformers have fewer."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from families import FAMILIES, family_model
+    from tiny import ALL_MODELS, SEEING, any_model
+
+    found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
+    here = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    return found + [describe(family_model(name)) for name in here]
+
+
+def describe(model: Any) -> Family:
+    """What is measured of a model."""
+    from kvboost.model.caches import observe
+    from kvboost.model.compat import check
+    from kvboost.model.kv_shape import KVShape
+    from kvboost.model.rope import key_rotation, probed_positions
+
+    support = check(model.config, strict=False)
+    name, packed = support.model_type, support.packed
+    observed = observe(model, probed_positions(model, support))
+    text = model.config.get_text_config()
+    uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == text.num_hidden_layers
+    pages = packed and uniform and not getattr(text, "attention_chunk_size", None)
+    rotation = key_rotation(model, support, observed, strict=True)
+    if rotation is None:
+        return Family(name, False, packed, pages, support.architecture.positions.value, "exact")
+    rotated = {tuple(each.tolist()) for each in rotation.frequencies if each.any()}
+    keys = "neighbours" if rotation.interleaved else "halves"
+    layers = zip(rotation.frequencies, observed.keys, strict=True)
+    if any(2 * int(each.count_nonzero()) < of.shape[2] for each, of in layers if each.any()):
+        keys += ", part of a head"
+    if len(rotated) > 1:
+        keys += ", two bases"
+    without = not all(each.any() for each in rotation.frequencies)
+    if without:
+        keys += ", some layers without positions"
+    plain = len(rotated) == 1 and not without
+    kinds = set(getattr(text, "layer_types", None) or ())
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)
+    moves = plain and pages and not capped and not windowed
+    return Family(name, True, packed, pages, keys, "exact, moved" if moves else "exact")
+
+
+def page() -> str:
+    """The whole page."""
+    from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
+    from kvboost.model.unsupported import WHY_NOT
+
+    heads = ("Family", "Exact", "Moved", "Batch", "Pages", "Adapters", "Packed", "In vLLM", "Keys")
+    rows = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+    for family in sorted(families(), key=lambda family: family.name):
+        in_gguf = family.name.removesuffix("_text") in IN_GGUF
+        exact = "yes" if family.moves else "with `strict=False`"
+        marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
+        cells = [f"`{family.name}`", exact, *marks, "yes", "yes" if in_gguf else "–"]
+        rows.append(" | ".join([*cells, family.in_vllm, family.keys]))
+    written = INTRODUCTION + "\n".join(f"| {row} |" for row in rows) + "\n"
+    written += NOT_YET + "| A model of this family … | Families |\n| --- | --- |\n"
+    for reason in dict.fromkeys(WHY_NOT.values()):
+        names = ", ".join(f"`{name}`" for name, why in WHY_NOT.items() if why == reason)
+        written += f"| {reason} | {names} |\n"
+    return written
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
