@@ -84,11 +84,14 @@ def describe(model: Any) -> Family:
     """What is measured of a model."""
     from kvboost.model.caches import observe
     from kvboost.model.compat import check
+    from kvboost.model.key_scales import FAMILIES as SCALED
+    from kvboost.model.key_scales import fold
     from kvboost.model.kv_shape import KVShape
     from kvboost.model.rope import key_rotation, probed_positions
 
     support = check(model.config, strict=False)
     name, packed = support.model_type, support.packed
+    fold(model)
     observed = observe(model, probed_positions(model, support))
     text = model.config.get_text_config()
     uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == text.num_hidden_layers
@@ -106,7 +109,7 @@ def describe(model: Any) -> Family:
     without = not all(each.any() for each in rotation.frequencies)
     if without:
         keys += ", some layers without positions"
-    plain = len(rotated) == 1 and not without
+    plain = len(rotated) == 1 and not without and name not in SCALED
     kinds = set(getattr(text, "layer_types", None) or ())
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)

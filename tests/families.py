@@ -40,6 +40,7 @@ PLAIN_AND_YARN = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {**YARN, "rope_theta": 10_000.0},
 }
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
 SMALL_HEADS = {"head_dim": 8}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {**EXPERTS, **KINDS},
     "granitemoeshared": EXPERTS,
     "helium": SMALL_HEADS,
+    "hunyuan_v1_dense": {"rope_parameters": NTK_ALPHA},
+    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "hy_v3": EXPERTS,
     "hyperclovax": {},
     "jais2": {},

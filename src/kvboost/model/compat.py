@@ -70,6 +70,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe_swa": ROPE,
     "granitemoeshared": ROPE,
     "helium": ROPE,
+    "hunyuan_v1_dense": ROPE,
+    "hunyuan_v1_moe": ROPE,
     "hy_v3": ROPE,
     "hyperclovax": ROPE,
     "internvl": ROPE,  # the InternLM family as transformers ships it
@@ -114,6 +116,7 @@ UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)
 NEW = "is not among the architectures that were tested (docs/models.md)"
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Unless they have an ``alpha``, as Hunyuan's do, which is the same for all lengths."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     limits = [
         int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
         for rope in _ropes(text)
-        if rope["rope_type"] in LENGTH_DEPENDENT_ROPE
+        if rope["rope_type"] in LENGTH_DEPENDENT_ROPE and not rope.get("alpha")
     ]
     switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
     return Support(model_type, architecture, min(limits, default=None), switches)

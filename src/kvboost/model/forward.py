@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
 from kvboost.config import SamplingParams
-from kvboost.model import attention
+from kvboost.model import attention, key_scales
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
@@ -92,6 +92,7 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
+        key_scales.fold(model)
         self.observed = observe(model, probed_positions)
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
         self.layers = self.observed.layers
@@ -166,11 +167,14 @@ class Forward:
         """Makes the model use our attention."""
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
+            key_scales.fold(self.model)
             self.model.set_attn_implementation(attention.NAME)
 
     def release(self) -> None:
         """Restores the model's own attention."""
         with self.lock:
+            if not self.streams:
+                key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from kvboost.config import closest
 from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError
-from kvboost.model import weights
+from kvboost.model import key_scales, weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.device import pick_device, pick_dtype, slow_dtype
 from kvboost.model.experts import idle_weights
@@ -275,8 +275,12 @@ def wrap(
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
+    key_scales.unfold(model)  # another engine may have it
     identity = fingerprint(model, model.config, **packed_identity(model))
-    placement = move(model) if move is not None else None
+    placement = None
+    if move is not None:
+        key_scales.fold(model)  # streamed weights cannot be changed
+        placement = move(model)
     packs = own and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,

@@ -13,7 +13,6 @@ COMPRESSED = "keeps entries that hold several tokens each"
 NARROW = "keeps values that are narrower than its keys"
 UNTRIED = "has not been tried yet"
 WIDTHS = "rotates other channels of a key in some layers than in others"
-SCALED = "scales each channel of a key after its rotation, so a key cannot be rotated once more"
 ATTENTION = "computes attention in a way of its own, which KVBoost's attention cannot replace"
 LEARNED = "uses position embeddings that are added to the text, so its keys cannot be rotated"
 MEDIA = "reads or writes images or sound beside text, or bytes in patches"
@@ -68,8 +67,6 @@ WHY_NOT: dict[str, str] = {
     "mimo_v2_flash": NARROW,
     "laguna": WIDTHS,
     "llama4": MEDIA,
-    "hunyuan_v1_dense": SCALED,
-    "hunyuan_v1_moe": SCALED,
     "codegen": ATTENTION,
     "cpmant": ATTENTION,
     "ctrl": ATTENTION,
