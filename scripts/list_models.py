@@ -28,7 +28,7 @@ float32. [What is not supported](#not-supported-yet) comes below, with the reaso
 the tests. A test fails if the page is out of date.
 
 - **Family**: `model_type` in a model's `config.json`. Models that see (`gemma3`, `gemma4`,
-  `internvl`) read text only.
+  `internvl`, `llama4`, `mistral3`) read text only.
 - **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
 - **Moved**: passages at another position are reused. If all of them are recomputed, the logits are
   those of a full prefill.

@@ -66,7 +66,6 @@ WHY_NOT: dict[str, str] = {
     "gemma4_unified_text": UNTRIED,
     "mimo_v2_flash": NARROW,
     "laguna": WIDTHS,
-    "llama4": MEDIA,
     "codegen": ATTENTION,
     "cpmant": ATTENTION,
     "ctrl": ATTENTION,
