@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -34,6 +34,23 @@ BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
 Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
 them on, and some layers attend to the keys of an earlier one."""
+
+
+Read = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""Gives keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``."""
+
+OWN = "kvboost_attention"
+"""The attribute of an attention module that computes it in another way."""
+
+
+class LayerAttention(Protocol):
+    """Attention of one layer over rows that are no keys and values (``model/latent.py``)."""
+
+    def attend(
+        self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Shows queries to the hooks, and returns attention of ``query``, ``[1, heads, total,
+        dim]``, as ``[1, total, heads, value_dim]``. ``rows`` are the fresh ones."""
 
 
 class StopForward(Exception):
@@ -130,7 +147,8 @@ class Batch:
         for index, (segment, q, k, v) in enumerate(fresh):
             if index not in outputs:
                 rules = scale, segment.hides(window), softcap, sinks
-                outputs[index] = attend_segment(segment, q, k, v, layer, *rules)
+                read = partial(segment.kv.layer, layer)
+                outputs[index] = attend_segment(segment, q, k, v, read, *rules)
         rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
         packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
         return packed.contiguous()
@@ -164,6 +182,11 @@ def attend(
         raise UnsupportedModelError("attention with both sinks and a soft cap is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    own: LayerAttention | None = vars(module).get(OWN)
+    if own is not None:
+        out = own.attend(batch, layer, query, key, scale)
+        batch.pause()
+        return out, None
     window = sliding_window or _chunk_window(module)
     batch.show(layer, query, scale, window, s_aux)
     out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
@@ -185,19 +208,20 @@ def attend_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layer: int,
+    read: Read,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
-    by those that also tell the log-sum-exp."""
+    by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
+    ``value`` are the fresh rows, which are used if they are all there are."""
     rows, on_cpu = len(segment), query.device.type == "cpu"
     has_sinks = sinks is not None
     is_masked = not segment.is_plain or window is not None or softcap is not None
     if is_masked or (has_sinks and rows > 1):
-        return _attend_blocks(query, segment, layer, window, scale, softcap, sinks)
+        return _attend_blocks(query, segment, read, window, scale, softcap, sinks)
     if segment.first == 0 and not has_sinks:
         # A sequence from its first token: the very call that stock transformers makes.
         if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
@@ -206,21 +230,21 @@ def attend_segment(
             )
         out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
         return out[:, :, :rows]
-    keys, values = segment.kv.layer(layer, 0, segment.end)
+    keys, values = read(0, segment.end)
     if rows == 1 and (on_cpu or has_sinks):
         return count_sinks(attend_part(query, keys, values, scale), sinks)
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:
-        return _attend_padded(query, segment, layer, scale)
-    return _attend_blocks(query, segment, layer, window, scale, softcap)
+        return _attend_padded(query, segment, read, scale)
+    return _attend_blocks(query, segment, read, window, scale, softcap)
 
 
-def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:
+def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: float) -> torch.Tensor:
     """A segment after a shorter prefix, padded as if the prefix were computed too: torch's causal
     kernel does both in less time than its masked kernel does the segment alone."""
     end = round_up(segment.end, grid_of(query))
-    keys, values = segment.kv.layer(layer, 0, end)
+    keys, values = read(0, end)
     padded = torch.nn.functional.pad(query, (0, 0, segment.first, end - segment.end))
     out = sdpa(padded, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     return out[:, :, segment.first : segment.end]
@@ -229,7 +253,7 @@ def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: flo
 def _attend_blocks(
     query: torch.Tensor,
     segment: Segment,
-    layer: int,
+    read: Read,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -238,7 +262,7 @@ def _attend_blocks(
     """A segment with an explicit mask, block by block."""
     outputs = []
     for block in segment.blocks(window, query):
-        keys, values = segment.kv.layer(layer, block.first_key, block.end_key)
+        keys, values = read(block.first_key, block.end_key)
         q = query[:, :, block.start : block.end]
         rows, more = q.shape[2], block.mask.shape[0] - q.shape[2]
         if more:

@@ -22,11 +22,13 @@ from kvboost.model import attention
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
+from kvboost.model.adapters.reading import refuse
 from kvboost.model.attention import Batch
 from kvboost.model.caches import PackedCache, SequenceCache, observe
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
+from kvboost.model.latent import EXPANSION, latent_layers
 from kvboost.model.native.decoder import (
     DecoderLayer,
     compare_forward,
@@ -74,11 +76,13 @@ class Forward:
         fast_layers: FastLayers | None = None,
         streams: bool = False,
         probed_positions: Sequence[int] = (),
+        latent: bool = False,
     ) -> None:
         """``alone_beyond``: segments that reach further run alone, because the model then rotates
         all positions of a call by other factors. ``fast_layers``: what was packed of the model.
         ``streams``: weights of layers come to the device only when they are needed.
-        ``probed_positions``: where ``observed`` is to show the KV of a token."""
+        ``probed_positions``: where ``observed`` is to show the KV of a token. ``latent``: layers
+        keep latents in place of keys and values."""
         self.model = model
         self.packed = packed
         self.streams = streams
@@ -91,8 +95,9 @@ class Forward:
         """Called between the parts of forwards on a CPU, in the thread that runs them: before each
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._latents = latent_layers(model) if latent else []
         self.release()  # another engine may have bound it
-        self.observed = observe(model, probed_positions)
+        self.observed = observe(model, probed_positions, latent=latent)
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
         self.layers = self.observed.layers
         self._hooks = AdapterHooks(model)
@@ -167,15 +172,26 @@ class Forward:
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
             self.model.set_attn_implementation(attention.NAME)
+            for latent in self._latents:
+                latent.bind()
 
     def release(self) -> None:
         """Restores the model's own attention."""
         with self.lock:
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
+                for latent in self._latents:
+                    latent.release()
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Makes an adapter ready for requests. Waits for the forward that runs now."""
+        expansions = {latent.expansion for latent in self._latents}
+        if files.invocation and expansions & set(files.shapes):
+            raise refuse(
+                files.path,
+                f"it changes {EXPANSION!r} and is activated within a prompt (aLoRA), whose latents "
+                "would be expanded by two weights; train it without that module",
+            )
         adapter = self._hooks.make(files)
         with self.lock:
             self._hooks.install(adapter.deltas)
