@@ -150,6 +150,11 @@ class Forward:
         return self.packed and self._alone_beyond is None
 
     @property
+    def keeps_latents(self) -> bool:
+        """Whether a row of its KV is a latent, which is both key and value."""
+        return bool(self._latents)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all layers have KV of their own and of one shape, keys and values."""
         alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
