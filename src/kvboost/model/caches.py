@@ -27,16 +27,18 @@ class PackedCache:
     """Writes the fresh rows of a batch and returns them. Of a layer with latents, both are the rows
     to store."""
 
-    def __init__(self, batch: Batch, layers: Mapping[int, int]) -> None:
+    def __init__(self, batch: Batch, layers: Mapping[int, int], *, latent: bool = False) -> None:
+        """``latent``: the model gives latents and the parts of keys that rotate."""
         self.batch = batch
         self._layers = layers
+        self._latent = latent
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.batch.pause()
         layer = self._layers[layer_idx]
-        if self.batch.segments[0].kv.shape.of(layer).sides == 1:
+        if self._latent:
             keys = values = join(keys, values)
         self.batch.write(layer, keys, values)
         setattr(keys, attention.BATCH, (self.batch, layer))
@@ -112,9 +114,7 @@ class ShapeProbe(PackedCache):
     """Records every layer's keys and values instead of keeping them."""
 
     def __init__(self, *, latent: bool = False) -> None:
-        """``latent``: the model gives latents and the parts of keys that rotate."""
-        super().__init__(Batch(()), {})
-        self._latent = latent
+        super().__init__(Batch(()), {}, latent=latent)
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:

@@ -288,7 +288,7 @@ class Forward:
         logits: torch.Tensor = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
-            past_key_values=PackedCache(batch, self.layers),
+            past_key_values=self._cache(batch),
             use_cache=True,
             **some,
         ).logits[0]
@@ -306,13 +306,16 @@ class Forward:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 
-            return self._run(segments, PackedCache(PagedBatch(segments), self.layers))
+            return self._run(segments, self._cache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        cache = PackedCache(Batch(segments, kernels, self.between_parts), self.layers)
+        cache = self._cache(Batch(segments, kernels, self.between_parts))
         if self._head is None:
             return self._run(segments, cache)
         with self._head.turned(on=kernels is not None):
             return self._run(segments, cache)
+
+    def _cache(self, batch: Batch) -> PackedCache:
+        return PackedCache(batch, self.layers, latent=self.keeps_latents)
 
     def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:
         """Whether to make stock transformers' calls: for a segment that asks for it and is alone.
