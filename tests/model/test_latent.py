@@ -15,6 +15,7 @@ from adapters import merge, write_adapter
 from families import FAMILIES, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.errors import AdapterError, ConfigError
+from kvboost.model import latent
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.caches import observe
@@ -89,6 +90,15 @@ def test_both_forms_equal_the_models_own_attention(name: str) -> None:
     torch.testing.assert_close(following, logits, **CLOSE)
 
 
+def test_heads_are_expanded_in_groups_where_all_would_take_too_much_memory(monkeypatch) -> None:
+    monkeypatch.setattr(latent, "MOST_EXPANDED", 3 * 40 * 2 * 20)  # 40 rows of three heads of four
+    model = family_model("deepseek_v3")
+    stock, ids = StockModel(copy.deepcopy(model)), ids_of(40)
+    forward = forward_of(model)
+    found = forward([Segment(RequestKV(forward.shape, 64), ids, range(40), 40)])
+    torch.testing.assert_close(found, stock.logits(ids.tolist()), **CLOSE)
+
+
 def test_rows_that_may_not_be_seen_are_hidden_in_both_forms(monkeypatch) -> None:
     """Of a prompt whose rows are not all computed yet, in 16 bits, on torch's grid."""
     forward = forward_of(family_model("deepseek_v3").bfloat16())
@@ -116,7 +126,6 @@ def test_the_form_with_less_arithmetic_is_taken() -> None:
         (64, 8192, False),
         (512, 8192, True),
         (8192, 8192, True),
-        (8192, 500_000, False),  # would take 6 GiB
     ):
         assert layer.expands(rows, keys) is expanded, (rows, keys)
 

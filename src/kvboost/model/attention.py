@@ -39,6 +39,10 @@ them on, and some layers attend to the keys of an earlier one."""
 Read = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 """Gives keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``."""
 
+MOST_FLASH_DIM = 256
+"""The widest heads of FlashAttention."""
+MOST_FOLDED = 1 << 24
+"""Numbers of a mask that is repeated for all heads on a CPU."""
 OWN = "kvboost_attention"
 """The attribute of an attention module that computes it in another way."""
 
@@ -218,11 +222,12 @@ def attend_segment(
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
     rows, on_cpu = len(segment), query.device.type == "cpu"
-    has_sinks = sinks is not None
+    # GPUs have no kernels for so wide heads, and torch would copy the keys for each query head.
+    is_written_out = sinks is not None or (not on_cpu and query.shape[3] > MOST_FLASH_DIM)
     is_masked = not segment.is_plain or window is not None or softcap is not None
-    if is_masked or (has_sinks and rows > 1):
+    if is_masked or (is_written_out and rows > 1):
         return _attend_blocks(query, segment, read, window, scale, softcap, sinks)
-    if segment.first == 0 and not has_sinks:
+    if segment.first == 0 and not is_written_out:
         # A sequence from its first token: the very call that stock transformers makes.
         if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
             query, key, value = (
@@ -231,7 +236,7 @@ def attend_segment(
         out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
         return out[:, :, :rows]
     keys, values = read(0, segment.end)
-    if rows == 1 and (on_cpu or has_sinks):
+    if rows == 1 and (on_cpu or is_written_out):
         return count_sinks(attend_part(query, keys, values, scale), sinks)
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
@@ -271,13 +276,21 @@ def _attend_blocks(
             out = _with_sinks(q, keys, values, block.mask, scale, sinks)
         elif softcap is not None:
             out = _softcapped(q, keys, values, block.mask, scale, softcap)
-        elif query.device.type == "cuda":  # its masked kernels know no grouped queries
+        elif query.device.type == "cuda" or _folds(q, keys):
+            # Masked kernels of GPUs know no grouped queries, and on CPUs one head of keys is read
+            # once for all queries.
             folded, mask = _fold(q, keys.shape[1], block.mask)
             out = sdpa(folded, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
         else:
             out = sdpa(q, keys, values, attn_mask=block.mask, scale=scale, enable_gqa=True)
         outputs.append(out[:, :, :rows])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _folds(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether all queries of a few rows become rows of one matrix: one head of keys serves them."""
+    heads, rows = query.shape[1:3]
+    return keys.shape[1] == 1 and heads * rows * keys.shape[2] <= MOST_FOLDED
 
 
 def _with_sinks(

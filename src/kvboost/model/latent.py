@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.attention import OWN, Batch, attend_segment
@@ -32,8 +33,8 @@ EXPAND = "expand_kv"
 """The method by which transformers' modules expand rows."""
 EXPANSION = "kv_b_proj"
 """The linear layer that does it."""
-MOST_EXPANDED = 1 << 29
-"""Numbers of expanded keys and values that are held at once; more keys are not expanded."""
+MOST_EXPANDED = 1 << 27
+"""Numbers of expanded keys and values that are held at once: heads are expanded in groups."""
 _PLAIN = (nn.Linear, FrozenLinear, PackedLinear)
 """Layers whose ``weight`` is what they multiply with."""
 
@@ -123,8 +124,6 @@ class LatentAttention:
     def expands(self, num_rows: int, num_keys: int) -> bool:
         """Whether the expanded form costs less arithmetic for the last ``num_rows`` of
         ``num_keys`` rows."""
-        if num_keys * self._heads * 2 * self._width > MOST_EXPANDED:
-            return False
         row = self._latent * (self._plain + self._value)
         pairs = num_rows * (num_keys - num_rows / 2)
         saved = pairs * 2 * (self._rotated + self._latent - self._width)
@@ -157,26 +156,31 @@ class LatentAttention:
         """``[1, rows, heads, value]`` of one segment."""
         rows, _ = segment.kv.layer(layer, 0, segment.end)
         more = round_up(segment.end, grid_of(query)) - segment.end
-        keys, values = self._expand(pad(rows, (0, 0, 0, more)) if more else rows, segment)
-        query = _widened(query, self._width)
+        rows = pad(rows, (0, 0, 0, more)) if more else rows
+        together = max(1, MOST_EXPANDED // (rows.shape[2] * 2 * self._width))
+        outputs = []
+        for first in range(0, self._heads, together):
+            heads = slice(first, first + together)
+            keys, values = self._expand(rows, segment, heads)
+            asked = _widened(query[:, heads], self._width)
+            read = partial(_between, keys, values)
+            fresh = read(segment.first, segment.end) if segment.is_plain else (asked, asked)
+            out = attend_segment(segment, asked, *fresh, read, scale, None, None)
+            outputs.append(out[..., : self._value].transpose(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-        def read(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return keys[:, :, first:end], values[:, :, first:end]
-
-        fresh = read(segment.first, segment.end) if segment.is_plain else (query, query)
-        out = attend_segment(segment, query, *fresh, read, scale, None, None)
-        return out[..., : self._value].transpose(1, 2)
-
-    def _expand(self, rows: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all heads, ``[1, heads, rows, width]``."""
+    def _expand(
+        self, rows: torch.Tensor, segment: Segment, heads: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some heads, ``[1, heads, rows, width]``."""
         rotated, latents = rows.split([self._rotated, self._latent], -1)
-        # Not by a call of the layer: an adapter's hook would take these for rows of the forward.
-        both = self._module.kv_b_proj.forward(latents[0])
+        weights = self._weights()[heads]
+        both = linear(latents[0, 0], weights.flatten(0, 1))
+        both = both.view(len(both), len(weights), -1).transpose(0, 1)
         for _, delta in self._deltas([segment]):
-            both = both + latents[0] @ delta.down.mT @ delta.up
-        both = both.view(rows.shape[2], self._heads, self._plain + self._value).transpose(0, 1)
+            both = both + latents[0] @ delta.down.mT @ self._by_head(delta)[heads]
         plain, values = both[None].split([self._plain, self._value], -1)
-        keys = torch.cat([plain, rotated.expand(-1, self._heads, -1, -1)], -1)
+        keys = torch.cat([plain, rotated.expand(-1, len(weights), -1, -1)], -1)
         return _widened(keys, self._width), _widened(values, self._width)
 
     def _weights(self) -> torch.Tensor:
@@ -210,6 +214,13 @@ class LatentAttention:
 def _unchanged(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a module calls in place of ``expand_kv``."""
     return keys, values
+
+
+def _between(
+    keys: torch.Tensor, values: torch.Tensor, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[first, end)`` of keys and values."""
+    return keys[:, :, first:end], values[:, :, first:end]
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
