@@ -29,6 +29,7 @@ from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.segment import Segment
 from kvboost.model.shapes import config_of
+from kvboost.reuse.repair import STRATEGIES
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 from tiny import CONTEXT, make_engine, runner_of
@@ -186,6 +187,19 @@ def test_moved_text_with_some_rows_recomputed_is_closer_than_with_none() -> None
             given = scored.logits.log_softmax(-1)
             found[ratio] = float((expected.exp() * (expected - given)).sum())
     assert found[1.0] < 1e-5 < found[0.5] < found[0.0]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_repairs_rows_of_latents(strategy: str) -> None:
+    """Both probes see them: of attention, and of how far rows deviate."""
+    with make_engine(family_model("deepseek_v3")) as engine:
+        first, second, question = (ids_of(48, seed).tolist() for seed in (1, 2, 3))
+        engine.warm([*first, *second])
+        prompt = [*second, *first, *question[:24]]
+        options = {"recompute_strategy": strategy, "recompute_ratio": 0.5}
+        answer = engine.generate(prompt, 2, MOVED, reuse_moved="always", **options)
+        assert answer.moved_tokens >= 48
+        assert (answer.recomputed_tokens > 0) == (strategy != "none")
 
 
 def test_the_shift_changes_a_row_once() -> None:
