@@ -28,7 +28,7 @@ float32. [What is not supported](#not-supported-yet) comes below, with the reaso
 the tests. A test fails if the page is out of date.
 
 - **Family**: `model_type` in a model's `config.json`. Models that see (`gemma3`, `gemma4`,
-  `internvl`, `llama4`, `mistral3`) read text only.
+  `internvl`, `kimi_k25`, `llama4`, `mistral3`) read text only.
 - **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
 - **Moved**: passages at another position are reused. If all of them are recomputed, the logits are
   those of a full prefill.
@@ -43,6 +43,8 @@ the tests. A test fails if the page is out of date.
   with a sliding window has exact text only. vLLM itself ran Llama, Qwen2 and Gemma 3.
 - **Keys**: how they rotate with their position: in halves of a head, or neighbouring channels. A
   model is measured when it is loaded, layer by layer, and refused if its keys do something else.
+  *Beside a latent*: layers have [latent attention](cache.md#latents), and one part of a key, which
+  all heads share, rotates.
 
 """
 
@@ -70,14 +72,11 @@ class Family:
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from families import FAMILIES, family_model
+    from families import HERE, family_model
     from tiny import ALL_MODELS, SEEING, any_model
 
     found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
-    here = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    return found + [describe(family_model(name)) for name in here]
+    return found + [describe(family_model(name)) for name in HERE]
 
 
 def describe(model: Any) -> Family:
@@ -91,10 +90,12 @@ def describe(model: Any) -> Family:
 
     support = check(model.config, strict=False)
     name, packed = support.model_type, support.packed
+    latent = support.architecture.latent
     fold(model)
-    observed = observe(model, probed_positions(model, support))
+    observed = observe(model, probed_positions(model, support), latent=latent)
     text = model.config.get_text_config()
     uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == text.num_hidden_layers
+    uniform = uniform and not latent
     pages = packed and uniform and not getattr(text, "attention_chunk_size", None)
     rotation = key_rotation(model, support, observed, strict=True)
     if rotation is None:
@@ -102,7 +103,9 @@ def describe(model: Any) -> Family:
     rotated = {tuple(each.tolist()) for each in rotation.frequencies if each.any()}
     keys = "neighbours" if rotation.interleaved else "halves"
     layers = zip(rotation.frequencies, observed.keys, strict=True)
-    if any(2 * int(each.count_nonzero()) < of.shape[2] for each, of in layers if each.any()):
+    if latent:
+        keys += ", beside a latent"
+    elif any(2 * int(each.count_nonzero()) < of.shape[2] for each, of in layers if each.any()):
         keys += ", part of a head"
     if len(rotated) > 1:
         keys += ", two bases"
@@ -114,7 +117,8 @@ def describe(model: Any) -> Family:
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)
     moves = plain and pages and not capped and not windowed
-    return Family(name, True, packed, pages, keys, "exact, moved" if moves else "exact")
+    in_vllm = "–" if latent else "exact, moved" if moves else "exact"
+    return Family(name, True, packed, pages, keys, in_vllm)
 
 
 def page() -> str:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tiny import DEVICE, EOS, VOCAB
 
@@ -42,16 +45,33 @@ PLAIN_AND_YARN = {
 }
 NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
 SMALL_HEADS = {"head_dim": 8}
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_head_dim": 20,
+    "head_dim": 8,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**EXPERTS, **KINDS},
     "apertus": {},
     "arcee": {},
     "aria_text": EXPERTS,
+    "axk1": {**EXPERTS, **LATENT},
     "beam": {**EXPERTS, **KINDS},
     "bitnet": SMALL_HEADS,
     "cohere2_moe": {**EXPERTS, **KINDS},
     "cwm": KINDS,
+    "deepseek_v2": {**EXPERTS, **LATENT, "q_lora_rank": None},
+    "deepseek_v3": {
+        **EXPERTS,
+        **LATENT,
+        "rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "dots1": EXPERTS,
     "ernie4_5": {},
     "ernie4_5_moe": EXPERTS,
@@ -60,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flex_olmo": EXPERTS,
     "flint": {**EXPERTS, **KINDS},
     "glm4": {},
+    "glm4_moe_lite": {**EXPERTS, **LATENT},
     "granite_swa": KINDS,
     "granitemoe": EXPERTS,
     "granitemoe_swa": {**EXPERTS, **KINDS},
@@ -71,10 +92,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hyperclovax": {},
     "jais2": {},
     "kolibri1": {**EXPERTS, **KINDS},
+    "longcat_flash": {**EXPERTS, **LATENT, "num_layers": 1, "ffn_hidden_size": 48},
     "mellum": {**EXPERTS, **KINDS},
+    "minicpm3": LATENT,
     "minimax_m2": {**EXPERTS, "rotary_dim": 8},
     "ministral": KINDS,
     "ministral3": {"rope_parameters": {**YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+    "mistral4": {
+        **EXPERTS,
+        **LATENT,
+        "head_dim": 20,
+        "rope_parameters": {**YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
+    },
     "modernbert-decoder": {**SMALL_HEADS, **KINDS},
     "nanochat": {},
     "nemotron": {},
@@ -89,18 +118,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": EXPERTS,
     "starcoder2": WINDOW,
     "vaultgemma": KINDS,
+    "youtu": LATENT,
 }
 """What differs from ``SIZES`` in each family's config."""
+CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""transformers lists Mistral 4, which reads text, among the models that see."""
+HERE = sorted(set(FAMILIES) & set(CLASSES))
+"""Older versions of transformers have fewer families."""
 
 
 def config_of(model_type: str, options: dict[str, Any]) -> Any:
-    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]).config_class
+    kind = getattr(transformers, CLASSES[model_type]).config_class
     return kind(**{**SIZES, **options})
 
 
 def family_model(model_type: str, options: dict[str, Any] | None = None) -> PreTrainedModel:
     """A random model of a few thousand weights. No norm's weights are ones."""
-    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    kind = getattr(transformers, CLASSES[model_type])
     torch.manual_seed(0)
     model = kind(config_of(model_type, FAMILIES[model_type] if options is None else options)).eval()
     with torch.no_grad():

@@ -139,7 +139,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _SIZES),
     "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
 }
-SEEING = ("internvl", "gemma3", "gemma4", "llama4", "mistral3")
+SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3")
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
@@ -193,6 +193,15 @@ def seeing_model(name: str) -> PreTrainedModel:
         tower = kinds.PixtralVisionConfig(**vision, image_size=28, patch_size=14, head_dim=16)
         config = kinds.Mistral3Config(text_config=tiny_config("mistral"), vision_config=tower)
         model = kinds.Mistral3ForConditionalGeneration(config)
+    elif name == "kimi_k25":
+        from families import FAMILIES, config_of
+
+        text = config_of("deepseek_v3", FAMILIES["deepseek_v3"])
+        tower = kinds.Kimi_K25VisionConfig(**vision, pos_emb_height=4, pos_emb_width=4)
+        config = kinds.Kimi_K25Config(
+            text_config=text, vision_config=tower, projection_hidden_size=32
+        )
+        model = kinds.Kimi_K25ForConditionalGeneration(config)
     else:
         tower = kinds.InternVLVisionConfig(**vision, image_size=[28, 28], patch_size=[14, 14])
         config = kinds.InternVLConfig(

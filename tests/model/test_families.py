@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapters import merge, write_adapter
-from families import EXPERTS, FAMILIES, family_model
+from families import EXPERTS, FAMILIES, HERE, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -32,8 +32,6 @@ from tiny import ALL_MODELS, DEVICE, OTHER_MODELS, SEEING, make_engine, tiny_mod
 BASELINE, EXACT, MOVED = GenerationMode
 ALL_RECOMPUTED = {"recompute_strategy": "query", "recompute_ratio": 1.0}
 CLOSE = {"atol": 1e-3, "rtol": 0}
-HERE = sorted(set(FAMILIES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-"""Older versions of transformers have fewer families."""
 MECHANISMS = ("cohere2_moe", "minimax_m2", "nanochat", "olmo3")
 """Neighbouring channels and layers without positions; experts and a part of a head; backwards;
 two bases."""
@@ -193,8 +191,6 @@ def test_a_model_that_is_not_supported_says_why() -> None:
     model.config.model_type = "qwen3_next"
     with pytest.raises(UnsupportedModelError, match="keeps a state of linear layers beside"):
         make_engine(model)
-    with pytest.raises(UnsupportedModelError, match=r"plain key/value cache .* It keeps a latent"):
-        make_engine(family_model("deepseek_v3", EXPERTS), strict=False)
 
 
 def test_a_wrong_row_of_the_table_is_found_when_the_model_loads(monkeypatch) -> None:

@@ -10,7 +10,12 @@ from kvboost.model.shapes import config_of, random_model, step_bytes
 
 @pytest.mark.parametrize(
     ("shape", "parameters", "active"),
-    [("7b", 7.6e9, 7.1e9), ("gpt-oss-20b", 20.9e9, 3.6e9), ("qwen3-30b-a3b", 30.5e9, 3.0e9)],
+    [
+        ("7b", 7.6e9, 7.1e9),
+        ("gpt-oss-20b", 20.9e9, 3.6e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.0e9),
+        ("deepseek-v2-lite", 15.7e9, 2.45e9),
+    ],
 )
 def test_a_shape_has_as_many_weights_as_the_model(
     shape: str, parameters: float, active: float

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -34,6 +34,27 @@ BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
 Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
 them on, and some layers attend to the keys of an earlier one."""
+
+
+Read = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""Gives keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``."""
+
+MOST_FLASH_DIM = 256
+"""The widest heads of FlashAttention."""
+MOST_FOLDED = 1 << 24
+"""Numbers of a mask that is repeated for all heads on a CPU."""
+OWN = "kvboost_attention"
+"""The attribute of an attention module that computes it in another way."""
+
+
+class LayerAttention(Protocol):
+    """Attention of one layer over rows that are no keys and values (``model/latent.py``)."""
+
+    def attend(
+        self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Shows queries to the hooks, and returns attention of ``query``, ``[1, heads, total,
+        dim]``, as ``[1, total, heads, value_dim]``. ``rows`` are the fresh ones."""
 
 
 class StopForward(Exception):
@@ -130,7 +151,8 @@ class Batch:
         for index, (segment, q, k, v) in enumerate(fresh):
             if index not in outputs:
                 rules = scale, segment.hides(window), softcap, sinks
-                outputs[index] = attend_segment(segment, q, k, v, layer, *rules)
+                read = partial(segment.kv.layer, layer)
+                outputs[index] = attend_segment(segment, q, k, v, read, *rules)
         rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
         packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
         return packed.contiguous()
@@ -164,6 +186,11 @@ def attend(
         raise UnsupportedModelError("attention with both sinks and a soft cap is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    own: LayerAttention | None = vars(module).get(OWN)
+    if own is not None:
+        out = own.attend(batch, layer, query, key, scale)
+        batch.pause()
+        return out, None
     window = sliding_window or _chunk_window(module)
     batch.show(layer, query, scale, window, s_aux)
     out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
@@ -185,20 +212,22 @@ def attend_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layer: int,
+    read: Read,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
-    by those that also tell the log-sum-exp."""
+    by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
+    ``value`` are the fresh rows, which are used if they are all there are."""
     rows, on_cpu = len(segment), query.device.type == "cpu"
-    has_sinks = sinks is not None
+    # GPUs have no kernels for so wide heads, and torch would copy the keys for each query head.
+    is_written_out = sinks is not None or (not on_cpu and query.shape[3] > MOST_FLASH_DIM)
     is_masked = not segment.is_plain or window is not None or softcap is not None
-    if is_masked or (has_sinks and rows > 1):
-        return _attend_blocks(query, segment, layer, window, scale, softcap, sinks)
-    if segment.first == 0 and not has_sinks:
+    if is_masked or (is_written_out and rows > 1):
+        return _attend_blocks(query, segment, read, window, scale, softcap, sinks)
+    if segment.first == 0 and not is_written_out:
         # A sequence from its first token: the very call that stock transformers makes.
         if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
             query, key, value = (
@@ -206,21 +235,21 @@ def attend_segment(
             )
         out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
         return out[:, :, :rows]
-    keys, values = segment.kv.layer(layer, 0, segment.end)
-    if rows == 1 and (on_cpu or has_sinks):
+    keys, values = read(0, segment.end)
+    if rows == 1 and (on_cpu or is_written_out):
         return count_sinks(attend_part(query, keys, values, scale), sinks)
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:
-        return _attend_padded(query, segment, layer, scale)
-    return _attend_blocks(query, segment, layer, window, scale, softcap)
+        return _attend_padded(query, segment, read, scale)
+    return _attend_blocks(query, segment, read, window, scale, softcap)
 
 
-def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:
+def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: float) -> torch.Tensor:
     """A segment after a shorter prefix, padded as if the prefix were computed too: torch's causal
     kernel does both in less time than its masked kernel does the segment alone."""
     end = round_up(segment.end, grid_of(query))
-    keys, values = segment.kv.layer(layer, 0, end)
+    keys, values = read(0, end)
     padded = torch.nn.functional.pad(query, (0, 0, segment.first, end - segment.end))
     out = sdpa(padded, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     return out[:, :, segment.first : segment.end]
@@ -229,7 +258,7 @@ def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: flo
 def _attend_blocks(
     query: torch.Tensor,
     segment: Segment,
-    layer: int,
+    read: Read,
     window: int | None,
     scale: float,
     softcap: float | None,
@@ -238,7 +267,7 @@ def _attend_blocks(
     """A segment with an explicit mask, block by block."""
     outputs = []
     for block in segment.blocks(window, query):
-        keys, values = segment.kv.layer(layer, block.first_key, block.end_key)
+        keys, values = read(block.first_key, block.end_key)
         q = query[:, :, block.start : block.end]
         rows, more = q.shape[2], block.mask.shape[0] - q.shape[2]
         if more:
@@ -247,13 +276,21 @@ def _attend_blocks(
             out = _with_sinks(q, keys, values, block.mask, scale, sinks)
         elif softcap is not None:
             out = _softcapped(q, keys, values, block.mask, scale, softcap)
-        elif query.device.type == "cuda":  # its masked kernels know no grouped queries
+        elif query.device.type == "cuda" or _folds(q, keys):
+            # Masked kernels of GPUs know no grouped queries, and on CPUs one head of keys is read
+            # once for all queries.
             folded, mask = _fold(q, keys.shape[1], block.mask)
             out = sdpa(folded, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
         else:
             out = sdpa(q, keys, values, attn_mask=block.mask, scale=scale, enable_gqa=True)
         outputs.append(out[:, :, :rows])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _folds(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether all queries of a few rows become rows of one matrix: one head of keys serves them."""
+    heads, rows = query.shape[1:3]
+    return keys.shape[1] == 1 and heads * rows * keys.shape[2] <= MOST_FOLDED
 
 
 def _with_sinks(

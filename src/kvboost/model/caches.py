@@ -18,22 +18,28 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
+from kvboost.model.latent import join
 from kvboost.model.segment import Segment
 from kvboost.model.unsupported import WHY_NOT
 
 
 class PackedCache:
-    """Writes the fresh rows of a batch and returns them."""
+    """Writes the fresh rows of a batch and returns them. Of a layer with latents, both are the rows
+    to store."""
 
-    def __init__(self, batch: Batch, layers: Mapping[int, int]) -> None:
+    def __init__(self, batch: Batch, layers: Mapping[int, int], *, latent: bool = False) -> None:
+        """``latent``: the model gives latents and the parts of keys that rotate."""
         self.batch = batch
         self._layers = layers
+        self._latent = latent
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.batch.pause()
         layer = self._layers[layer_idx]
+        if self._latent:
+            keys = values = join(keys, values)
         self.batch.write(layer, keys, values)
         setattr(keys, attention.BATCH, (self.batch, layer))
         return keys, values
@@ -99,15 +105,16 @@ class Observed:
     """For each of the model's layers that has KV of its own, its number among them."""
     num_logits: int
     keys: list[torch.Tensor]
-    """``[positions, kv_heads, head_dim]`` for each of these layers."""
+    """``[positions, kv_heads, head_dim]`` for each of these layers; where a row is both key and
+    value, the row."""
     values: list[torch.Tensor]
 
 
 class ShapeProbe(PackedCache):
     """Records every layer's keys and values instead of keeping them."""
 
-    def __init__(self) -> None:
-        super().__init__(Batch(()), {})
+    def __init__(self, *, latent: bool = False) -> None:
+        super().__init__(Batch(()), {}, latent=latent)
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -116,7 +123,7 @@ class ShapeProbe(PackedCache):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if keys.shape != values.shape:
+        if not self._latent and keys.shape != values.shape:
             raise UnsupportedModelError(
                 f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
                 f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"
@@ -126,14 +133,17 @@ class ShapeProbe(PackedCache):
                 f"layer {layer_idx} writes keys and values twice for one token; KVBoost keeps one "
                 "row per token and layer"
             )
-        self.seen[layer_idx] = keys, values
+        # What serves as values is the latent: it does not depend on the position.
+        self.seen[layer_idx] = (join(keys, values), keys) if self._latent else (keys, values)
         return keys, values
 
 
-def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
+def observe(
+    model: PreTrainedModel, positions: Sequence[int] = (), *, latent: bool = False
+) -> Observed:
     """Runs one token through the unchanged model, alone at each of ``positions``. Without positions
-    the model chooses its own, once."""
-    probe = ShapeProbe()
+    the model chooses its own, once. ``latent``: its layers keep latents."""
+    probe = ShapeProbe(latent=latent)
     # Not one of the first tokens: a padding token's embedding, and so its keys, may be zero.
     token = model.get_input_embeddings().num_embeddings // 2
     tokens = torch.full((max(1, len(positions)), 1), token, device=model.device)
@@ -163,7 +173,7 @@ def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
     layers = {layer: number for number, layer in enumerate(sorted(probe.seen))}
     keys, values = zip(*(probe.seen[layer] for layer in layers), strict=True)
     return Observed(
-        shape_of([of_layer[:1] for of_layer in keys]),
+        shape_of([of_layer[:1] for of_layer in keys], 1 if latent else 2),
         layers,
         int(logits.shape[-1]),
         [of_layer[:, :, 0].cpu() for of_layer in keys],

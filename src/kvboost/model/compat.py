@@ -25,26 +25,32 @@ class Positions(str, Enum):
 @dataclass(frozen=True)
 class Architecture:
     """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
-    it. Otherwise the model keeps its own attention, one sequence at a time."""
+    it. Otherwise the model keeps its own attention, one sequence at a time. ``latent``: layers keep
+    latents in place of keys and values."""
 
     positions: Positions
     packed: bool = True
+    latent: bool = False
 
 
 ROPE = Architecture(Positions.ROPE)
 """``model/rope.py`` measures which layers rotate which channels."""
+LATENT = Architecture(Positions.ROPE, latent=True)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": ROPE,
     "apertus": ROPE,
     "arcee": ROPE,
     "aria_text": ROPE,
+    "axk1": LATENT,
     "beam": ROPE,
     "bitnet": ROPE,
     "cohere": ROPE,
     "cohere2": ROPE,
     "cohere2_moe": ROPE,
     "cwm": ROPE,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "dots1": ROPE,
     "ernie4_5": ROPE,
     "ernie4_5_moe": ROPE,
@@ -62,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm": ROPE,
     "glm4": ROPE,
     "glm4_moe": ROPE,
+    "glm4_moe_lite": LATENT,
     "gpt_neox": ROPE,
     "gpt_oss": ROPE,
     "granite": ROPE,
@@ -76,16 +83,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hyperclovax": ROPE,
     "internvl": ROPE,  # the InternLM family as transformers ships it
     "jais2": ROPE,
+    "kimi_k25": LATENT,  # text only
     "kolibri1": ROPE,
     "llama": ROPE,
     "llama4": ROPE,
     "llama4_text": ROPE,
+    "longcat_flash": LATENT,
     "mellum": ROPE,
+    "minicpm3": LATENT,
     "minimax_m2": ROPE,
     "ministral": ROPE,
     "ministral3": ROPE,
     "mistral": ROPE,
     "mistral3": ROPE,
+    "mistral4": LATENT,
     "mixtral": ROPE,
     "modernbert-decoder": ROPE,
     "nanochat": ROPE,
@@ -108,6 +119,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "stablelm": ROPE,
     "starcoder2": ROPE,
     "vaultgemma": ROPE,
+    "youtu": LATENT,
     "gpt2": Architecture(Positions.LEARNED),
     "opt": Architecture(Positions.LEARNED),
     "bloom": Architecture(Positions.ALIBI, packed=False),

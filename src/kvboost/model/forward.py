@@ -22,11 +22,13 @@ from kvboost.model import attention, key_scales
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
+from kvboost.model.adapters.reading import refuse
 from kvboost.model.attention import Batch
 from kvboost.model.caches import PackedCache, SequenceCache, observe
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
+from kvboost.model.latent import EXPANSION, latent_layers
 from kvboost.model.native.decoder import (
     DecoderLayer,
     compare_forward,
@@ -74,11 +76,13 @@ class Forward:
         fast_layers: FastLayers | None = None,
         streams: bool = False,
         probed_positions: Sequence[int] = (),
+        latent: bool = False,
     ) -> None:
         """``alone_beyond``: segments that reach further run alone, because the model then rotates
         all positions of a call by other factors. ``fast_layers``: what was packed of the model.
         ``streams``: weights of layers come to the device only when they are needed.
-        ``probed_positions``: where ``observed`` is to show the KV of a token."""
+        ``probed_positions``: where ``observed`` is to show the KV of a token. ``latent``: layers
+        keep latents in place of keys and values."""
         self.model = model
         self.packed = packed
         self.streams = streams
@@ -91,9 +95,10 @@ class Forward:
         """Called between the parts of forwards on a CPU, in the thread that runs them: before each
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._latents = latent_layers(model) if latent else []
         self.release()  # another engine may have bound it
         key_scales.fold(model)
-        self.observed = observe(model, probed_positions)
+        self.observed = observe(model, probed_positions, latent=latent)
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
         self.layers = self.observed.layers
         self._hooks = AdapterHooks(model)
@@ -146,6 +151,11 @@ class Forward:
         return self.packed and self._alone_beyond is None
 
     @property
+    def keeps_latents(self) -> bool:
+        """Whether a row of its KV is a latent, which is both key and value."""
+        return bool(self._latents)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all layers have KV of their own and of one shape, keys and values."""
         alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
@@ -169,6 +179,8 @@ class Forward:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
             self.model.set_attn_implementation(attention.NAME)
+            for latent in self._latents:
+                latent.bind()
 
     def release(self) -> None:
         """Restores the model's own attention."""
@@ -177,9 +189,18 @@ class Forward:
                 key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
+                for latent in self._latents:
+                    latent.release()
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Makes an adapter ready for requests. Waits for the forward that runs now."""
+        expansions = {latent.expansion for latent in self._latents}
+        if files.invocation and expansions & set(files.shapes):
+            raise refuse(
+                files.path,
+                f"it changes {EXPANSION!r} and is activated within a prompt (aLoRA), whose latents "
+                "would be expanded by two weights; train it without that module",
+            )
         adapter = self._hooks.make(files)
         with self.lock:
             self._hooks.install(adapter.deltas)
@@ -271,7 +292,7 @@ class Forward:
         logits: torch.Tensor = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
-            past_key_values=PackedCache(batch, self.layers),
+            past_key_values=self._cache(batch),
             use_cache=True,
             **some,
         ).logits[0]
@@ -289,13 +310,16 @@ class Forward:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 
-            return self._run(segments, PackedCache(PagedBatch(segments), self.layers))
+            return self._run(segments, self._cache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        cache = PackedCache(Batch(segments, kernels, self.between_parts), self.layers)
+        cache = self._cache(Batch(segments, kernels, self.between_parts))
         if self._head is None:
             return self._run(segments, cache)
         with self._head.turned(on=kernels is not None):
             return self._run(segments, cache)
+
+    def _cache(self, batch: Batch) -> PackedCache:
+        return PackedCache(batch, self.layers, latent=self.keeps_latents)
 
     def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:
         """Whether to make stock transformers' calls: for a segment that asks for it and is alone.

@@ -289,6 +289,7 @@ def wrap(
         fast_layers=pack_layers(model) if packs else None,
         streams=placement is not None and placement.streamed is not None,
         probed_positions=probed_positions(model, support),
+        latent=support.architecture.latent,
     )
     loaded = LoadedModel(
         name=name,

@@ -66,7 +66,13 @@ def _check_architecture(config: PretrainedConfig, tp_size: int, *, strict: bool)
             f"tp_size={tp_size}: transformers has no tensor-parallel plan for model type "
             f"{config.model_type!r}; use tp_size=1"
         )
-    if not check(config, strict=strict).packed:
+    support = check(config, strict=strict)
+    if support.architecture.latent:
+        raise UnsupportedModelError(
+            f"tp_size={tp_size}: model type {config.model_type!r} keeps latents, which all heads "
+            "share, and KVBoost splits heads; use tp_size=1"
+        )
+    if not support.packed:
         raise UnsupportedModelError(
             f"tp_size={tp_size}: model type {config.model_type!r} keeps its own attention, which "
             "KVBoost does not split; use tp_size=1"

@@ -1,5 +1,5 @@
-"""Models with random weights in the shapes of Qwen2.5 and of models with experts: speed depends on
-shapes, not on weights."""
+"""Models with random weights in the shapes of Qwen2.5 and of models with experts or latents: speed
+depends on shapes, not on weights."""
 
 from __future__ import annotations
 
@@ -48,6 +48,29 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # the family in transformers
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {
+            "vocab_size": 102_400,
+            "hidden_size": 2048,
+            "intermediate_size": 10_944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
         },
     ),
 }

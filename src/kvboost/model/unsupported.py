@@ -7,7 +7,6 @@ To support one: remove its name here, add a row to ``compat.ARCHITECTURES`` and 
 from __future__ import annotations
 
 STATE = "keeps a state of linear layers beside its keys and values, which the cache does not store"
-LATENT = "keeps a latent in place of keys and values, whose widths differ"
 INDEX = "chooses the keys that it attends to by an index of its own, which the cache does not store"
 COMPRESSED = "keeps entries that hold several tokens each"
 NARROW = "keeps values that are narrower than its keys"
@@ -48,13 +47,6 @@ WHY_NOT: dict[str, str] = {
     "zamba": STATE,
     "zamba2": STATE,
     "zaya": STATE,
-    "axk1": LATENT,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "glm4_moe_lite": LATENT,
-    "longcat_flash": LATENT,
-    "minicpm3": LATENT,
-    "youtu": LATENT,
     "axk2": INDEX,
     "deepseek_v32": INDEX,
     "glm_moe_dsa": INDEX,

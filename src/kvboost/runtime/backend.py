@@ -124,8 +124,12 @@ class Backend:
         """Records them, until ``stop`` says so."""
 
     def notes(self, *, has_adapters: bool) -> list[str]:
-        """Why decoding runs slower on a GPU than it could."""
-        return [f"requests have no pages: {self._why_buffers}"] if self.device.may_page else []
+        """Why decoding runs slower on a GPU than it could, and which option has no effect."""
+        pages = f"requests have no pages: {self._why_buffers}"
+        bits = self._config.kv_cache_bits
+        latents = f"kv_cache_bits={bits} has no effect: latents are stored in 16 bits or more"
+        has_no_effect = self.model.forward.keeps_latents and bits < 16
+        return [*([pages] if self.device.may_page else []), *([latents] if has_no_effect else [])]
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
@@ -183,6 +187,8 @@ class Backend:
 
 
 def _why_not_far(model: LoadedModel) -> str | None:
+    if model.forward.keeps_latents:
+        return "this model keeps latents, which are small and stay near"
     if not model.forward.is_uniform:
         return "the KV of this model's layers differs"
     if not model.forward.packed:

@@ -65,6 +65,16 @@ def test_a_saved_model_has_the_parameters_of_the_model(tmp_path: Path) -> None:
     assert found.reused == "exact and moved text is reused"
 
 
+def test_a_model_with_latents_needs_memory_for_them_only(tmp_path: Path) -> None:
+    latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, **latents}
+    write_folder(tmp_path / "model", {}, **config)
+    assert read_header(tmp_path / "model").kv_numbers == 61 * (512 + 64)
+    kimi = {"model_type": "kimi_k25", "text_config": {**config, "model_type": "kimi_k2"}}
+    write_folder(tmp_path / "kimi", {}, **kimi)
+    assert read_header(tmp_path / "kimi").kv_numbers == 61 * (512 + 64)
+
+
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [

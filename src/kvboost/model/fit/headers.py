@@ -232,19 +232,30 @@ def _from_config(
             numbers = numbers * _CODES[said["dtype"]] * 8 // bits
         stored.append(StoredTensor(tensor, said["dtype"], numbers, end - start))
     text = {**config, **(config.get("text_config") or {})}
-    layers, heads, width = (_first(text, names) for names in (_NUM_LAYERS, _NUM_HEADS, _WIDTH))
-    head_dim = text.get("head_dim") or (width // heads if width and heads else None)
-    kv_heads = text.get("num_key_value_heads") or heads
+    layers = _first(text, _NUM_LAYERS)
+    architecture = ARCHITECTURES.get(str(config.get("model_type")))
+    keeps_latents = architecture is not None and architecture.latent
     return ModelHeader(
         name=name,
         architecture=str(text.get("model_type", "unknown")),
         tensors=tuple(stored),
         layers=layers or 0,
-        kv_numbers=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
+        kv_numbers=_kv_numbers(text, layers, keeps_latents=keeps_latents),
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
     )
+
+
+def _kv_numbers(text: Mapping[str, Any], layers: int | None, *, keeps_latents: bool) -> int | None:
+    """Numbers of KV that a token has in all layers. Of a model with latents, these."""
+    if keeps_latents:
+        row = int(text.get("kv_lora_rank") or 0) + int(text.get("qk_rope_head_dim") or 0)
+        return layers * row if layers and row else None
+    heads, width = (_first(text, names) for names in (_NUM_HEADS, _WIDTH))
+    head_dim = text.get("head_dim") or (width // heads if width and heads else None)
+    kv_heads = text.get("num_key_value_heads") or heads
+    return 2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -169,7 +169,8 @@ def _add(own: Pair, which: torch.Tensor, keys: Pair, rotation: Pair, values: tor
     dtype = own_keys.dtype
     along, across = (part.to(dtype).index_select(1, which) for part in keys)
     own_keys.add_(along.mul_(rotation[0]).addcmul_(across, rotation[1]))
-    own_values.add_(values.to(dtype).index_select(1, which))
+    if own_values.data_ptr() != own_keys.data_ptr():  # else each row is both
+        own_values.add_(values.to(dtype).index_select(1, which))
 
 
 def _add_by_kernel(

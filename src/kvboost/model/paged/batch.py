@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -187,7 +187,9 @@ class PagedBatch(RowBatch):
             attend_after(kernel, *own, pages, table, before, scale, out[run.rows], sinks)
         for run in work.dense:
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
-            found = attend_segment(self.segments[run.segment], q, k, v, layer, scale, None, None)
+            segment = self.segments[run.segment]
+            read = partial(segment.kv.layer, layer)
+            found = attend_segment(segment, q, k, v, read, scale, None, None)
             out[run.rows] = found[0].transpose(0, 1)
         if work.others:
             hidden = any(self.segments[run.segment].hides(window) for run in work.others)
