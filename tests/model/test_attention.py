@@ -77,7 +77,7 @@ def test_attention_equals_attention_written_out(
     if isinstance(window, ChunkWindow):  # as Llama 4 says it
         module.layer_idx, sliding = 0, None
         kinds = {"layer_types": ["chunked_attention"], "attention_chunk_size": int(window)}
-        module.config = SimpleNamespace(**kinds)
+        module.config = SimpleNamespace(model_type="llama4_text", **kinds)
     out, _ = attend(
         module,
         query,

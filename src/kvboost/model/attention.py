@@ -30,6 +30,8 @@ from kvboost.model.segment import (
 )
 
 NAME = "kvboost"
+WINDOWS_IN_MASKS = ("llama4_text", "phimoe", "qwen2_moe")
+"""Model types whose layers have windows and do not pass them on to their attention."""
 BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
 Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
@@ -164,20 +166,24 @@ def attend(
         raise UnsupportedModelError("attention with both sinks and a soft cap is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = sliding_window or _chunk_window(module)
+    window = sliding_window or _window_in_mask(module)
     batch.show(layer, query, scale, window, s_aux)
     out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
     batch.pause()
     return out, None
 
 
-def _chunk_window(module: torch.nn.Module) -> ChunkWindow | None:
-    """The window of a layer of Llama 4, which passes it on in a mask only."""
+def _window_in_mask(module: torch.nn.Module) -> int | None:
+    """The window of a layer that passes it on in a mask only, which we never see."""
     config: Any = getattr(module, "config", None)
-    size = getattr(config, "attention_chunk_size", None)
-    if not size or config.layer_types[module.layer_idx] != "chunked_attention":
+    kind = getattr(config, "model_type", None)
+    if kind not in WINDOWS_IN_MASKS:
         return None
-    return ChunkWindow(size)
+    kinds: Any = getattr(config, "layer_types", None)
+    of_layer = kinds[module.layer_idx] if kinds else "sliding_attention"
+    if of_layer == "chunked_attention":
+        return ChunkWindow(config.attention_chunk_size)
+    return config.sliding_window if of_layer == "sliding_attention" else None
 
 
 def attend_segment(
