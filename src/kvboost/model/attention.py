@@ -30,6 +30,7 @@ from kvboost.model.segment import (
 )
 
 NAME = "kvboost"
+ALONE = "kvboost_alone"
 WINDOWS_IN_MASKS = ("llama4_text", "phimoe", "qwen2_moe")
 """Model types whose layers have windows and do not pass them on to their attention."""
 BATCH = "kvboost_batch"
@@ -171,6 +172,22 @@ def attend(
     out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
     batch.pause()
     return out, None
+
+
+def attend_alone(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of tokens that stand alone, ``[tokens, heads, 1, dim]``: each has its own value.
+    Sinks do not count. What a token gets is the same at every position to the last bit, while a
+    score, and with it the share of a sink, is rounded otherwise at each: experts that are nearly
+    as good as one another would change places."""
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
 def _window_in_mask(module: torch.nn.Module) -> int | None:

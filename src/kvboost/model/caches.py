@@ -131,8 +131,8 @@ class ShapeProbe(PackedCache):
 
 
 def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
-    """Runs one token through the unchanged model, alone at each of ``positions``. Without positions
-    the model chooses its own, once."""
+    """Runs one token through the unchanged model, alone at each of ``positions``, where attention
+    is replaced by what it comes to. Without positions the model chooses its own, once."""
     probe = ShapeProbe()
     # Not one of the first tokens: a padding token's embedding, and so its keys, may be zero.
     token = model.get_input_embeddings().num_embeddings // 2
@@ -140,7 +140,10 @@ def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
     known = WHY_NOT.get(str(model.config.model_type))
     reason = f". It {known}" if known else ""
     chosen = {"position_ids": torch.tensor(positions, device=model.device)[:, None]}
+    own_attention = model.config._attn_implementation
     try:
+        if positions:
+            model.set_attn_implementation(attention.ALONE)
         with torch.inference_mode():
             logits = model(
                 input_ids=tokens,
@@ -156,6 +159,9 @@ def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
             f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
             f"{reason}"
         ) from error
+    finally:
+        if positions:
+            model.set_attn_implementation(own_attention)
     if not probe.seen:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps no keys and values: there is nothing to reuse{reason}"
