@@ -34,7 +34,7 @@ class DraftModel:
     def __init__(self, name: str | os.PathLike[str], serves: LoadedModel) -> None:
         """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
         they have other tokens."""
-        dtype = serves.forward.uniform_shape.dtype
+        dtype = serves.forward.shape.dtype
         form = "packed" if _has_codes(name) and is_fast(serves.device, dtype) else "auto"
         self._model = load(name, device=serves.device, dtype=dtype, weight_form=form)
         self._vocab_size = min(serves.vocab_size, self._model.vocab_size)
