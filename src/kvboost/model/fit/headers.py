@@ -240,11 +240,30 @@ def _from_config(
         architecture=str(text.get("model_type", "unknown")),
         tensors=tuple(stored),
         layers=layers or 0,
-        kv_numbers=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
+        kv_numbers=_kv_numbers(text, layers, kv_heads, head_dim),
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
     )
+
+
+def _kv_numbers(
+    text: Mapping[str, Any], layers: int | None, kv_heads: int | None, head_dim: int | None
+) -> int | None:
+    """Of a token in all layers. Layers of Gemma 3n and 4 that read the KV of others have none of
+    their own, and full layers of Gemma 4 have other heads: written in either of two ways."""
+    if not layers or not kv_heads or not head_dim:
+        return None
+    heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    wide = {"num_key_value_heads": heads, "head_dim": text.get("global_head_dim")}
+    kinds = text.get("layer_types") or []
+    others = {str(at): wide for at, kind in enumerate(kinds) if kind == "full_attention"}
+    others |= text.get("per_layer_config") or {}
+    numbers = 0
+    for layer in range(layers - (text.get("num_kv_shared_layers") or 0)):
+        its = others.get(str(layer), {})
+        numbers += (its.get("num_key_value_heads") or kv_heads) * (its.get("head_dim") or head_dim)
+    return 2 * numbers
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
