@@ -168,8 +168,11 @@ def attend(
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window or _window_in_mask(module)
-    batch.show(layer, query, scale, window, s_aux)
-    out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
+    # A rank of a model that is split has the sinks of its heads, as part of all of them.
+    to_local = getattr(s_aux, "to_local", None)
+    sinks = s_aux if to_local is None else to_local()
+    batch.show(layer, query, scale, window, sinks)
+    out = batch.attend(layer, query, key, value, scale, window, softcap, sinks)
     batch.pause()
     return out, None
 
