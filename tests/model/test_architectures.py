@@ -113,6 +113,14 @@ def test_models_without_rope_are_refused_with_the_reason(name) -> None:
     assert scheme in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "flag"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_a_model_that_looks_ahead_is_refused(name, flag) -> None:
+    """EmbeddingGemma, for example."""
+    model = tiny_model(name, use_bidirectional_attention=flag)
+    with pytest.raises(UnsupportedModelError, match="is an encoder"):
+        make_engine(model, strict=False)
+
+
 def test_an_unknown_architecture_explains_itself_and_runs_when_not_strict() -> None:
     model = tiny_model("llama")
     model.config.model_type = "brand_new"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapters import merge, write_adapter
-from families import EXPERTS, FAMILIES, HERE, family_model
+from families import EXPERTS, FAMILIES, HERE, WINDOW, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -176,6 +177,22 @@ def test_adapters_of_other_families(name: str, tmp_path: Path) -> None:
     stock = StockModel(copy.deepcopy(model))
     with make_engine(model, strict=name not in OTHER_MODELS) as engine:
         check_adapters(engine, stock, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("phimoe", WINDOW),
+        ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2_moe", {**WINDOW, "use_sliding_window": False}),
+    ],
+)
+def test_a_window_that_only_the_mask_tells(name: str, options: dict[str, Any]) -> None:
+    model = family_model(name, {**EXPERTS, **options})
+    stock = StockModel(copy.deepcopy(model))
+    with make_engine(model) as engine:
+        check_exact_reuse(engine, stock)
+        check_moved_reuse(engine, stock)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

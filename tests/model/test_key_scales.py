@@ -5,6 +5,7 @@ import copy
 import torch
 
 from families import family_model
+from kvboost.model.fingerprint import fingerprint
 from kvboost.model.key_scales import fold, unfold
 from tiny import make_engine
 
@@ -36,3 +37,11 @@ def test_an_engine_gives_a_model_back_as_it_was_and_knows_it_again() -> None:
             assert other._model.fingerprint == first
             other.generate([5, 6, 7], 2)
     assert all(torch.equal(one, own[name]) for name, one in model.state_dict().items())
+
+
+def test_stored_keys_are_not_taken_for_those_with_scales() -> None:
+    """Earlier versions stored such keys with strict=False."""
+    model = family_model("hunyuan_v1_dense")
+    with_scales = fingerprint(model, model.config)
+    with make_engine(model) as engine:
+        assert engine._model.fingerprint != with_scales

@@ -141,8 +141,9 @@ class ShapeProbe(PackedCache):
 def observe(
     model: PreTrainedModel, positions: Sequence[int] = (), *, latent: bool = False
 ) -> Observed:
-    """Runs one token through the unchanged model, alone at each of ``positions``. Without positions
-    the model chooses its own, once. ``latent``: its layers keep latents."""
+    """Runs one token through the unchanged model, alone at each of ``positions``, where attention
+    is replaced by what it comes to. Without positions the model chooses its own, once. ``latent``:
+    its layers keep latents."""
     probe = ShapeProbe(latent=latent)
     # Not one of the first tokens: a padding token's embedding, and so its keys, may be zero.
     token = model.get_input_embeddings().num_embeddings // 2
@@ -150,7 +151,10 @@ def observe(
     known = WHY_NOT.get(str(model.config.model_type))
     reason = f". It {known}" if known else ""
     chosen = {"position_ids": torch.tensor(positions, device=model.device)[:, None]}
+    own_attention = model.config._attn_implementation
     try:
+        if positions:
+            model.set_attn_implementation(attention.ALONE)
         with torch.inference_mode():
             logits = model(
                 input_ids=tokens,
@@ -166,6 +170,9 @@ def observe(
             f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
             f"{reason}"
         ) from error
+    finally:
+        if positions:
+            model.set_attn_implementation(own_attention)
     if not probe.seen:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps no keys and values: there is nothing to reuse{reason}"

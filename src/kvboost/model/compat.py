@@ -170,6 +170,11 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
             "reuse"
         )
     text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"this model of type {model_type!r} is an encoder: its tokens attend to those after "
+            "them, so what was read before depends on what comes next"
+        )
     limits = [
         int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
         for rope in _ropes(text)

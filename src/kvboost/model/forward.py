@@ -52,6 +52,7 @@ QUANTIZED_ROUNDING = 2**-4
 bits makes others do so in later layers."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
+AttentionInterface.register(attention.ALONE, attention.attend_alone)
 
 
 class Forward:

@@ -17,6 +17,12 @@ FAMILIES = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _OWN = "_kvboost_own_scales"
 
 
+def identity(model: Any) -> dict[str, Any]:
+    """What tells the keys of a folded model from those that an engine with the model's own
+    attention stores. Empty for other models."""
+    return {"keys": "folded"} if model.config.model_type in FAMILIES else {}
+
+
 def fold(model: Any) -> None:
     """Multiplies the scales of queries by those of keys, which become ones. Does nothing to a model
     of another family, or to one that is folded."""

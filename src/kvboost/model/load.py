@@ -276,7 +276,8 @@ def wrap(
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
     key_scales.unfold(model)  # another engine may have it
-    identity = fingerprint(model, model.config, **packed_identity(model))
+    more = {**packed_identity(model), **key_scales.identity(model)}
+    identity = fingerprint(model, model.config, **more)
     placement = None
     if move is not None:
         key_scales.fold(model)  # streamed weights cannot be changed
