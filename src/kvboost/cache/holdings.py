@@ -37,9 +37,10 @@ class Holdings:
         max_chunks: int | None,
         attention_share: float,
         max_pinned_bytes: int | None,
+        resumes: bool = False,
     ) -> None:
         self._naming = naming
-        self.catalogue = Catalogue(window)
+        self.catalogue = Catalogue(window, resumes=resumes)
         self.residency = Residency(
             tiers, self, policy=policy, max_chunks=max_chunks, attention_share=attention_share
         )
@@ -103,6 +104,9 @@ class Holdings:
             info = chunk.info
             if number == others:
                 self.residency.make_room(sum(one.nbytes for one in chunks[others:]))
+            if self._lacks_state(info):
+                self.drop([info.key])
+                replaced.append(info.key)
             if info.key not in self.catalogue:  # otherwise another process has just written it
                 if not self.residency.put(chunk):
                     self.counts["rejected"] += 1
@@ -120,7 +124,14 @@ class Holdings:
     def _replaced_by(self, info: ChunkInfo) -> ChunkKey | None:
         """The chunk that a new one makes useless."""
         shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
-        return None if shorter is None or self.is_held(shorter) else shorter
+        if shorter is None or self.is_held(shorter) or self.catalogue.info(shorter).has_state:
+            return None
+        return shorter
+
+    def _lacks_state(self, info: ChunkInfo) -> bool:
+        """Whether a chunk with states is stored without them, and may be replaced."""
+        known = info.has_state and info.key in self.catalogue
+        return known and not (self.catalogue.info(info.key).has_state or self.is_held(info.key))
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Drops approximate copies of what is known exactly; returns those that were dropped."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -61,15 +61,18 @@ class ChunkStore:
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
         max_pinned_bytes: int | None = None,
+        state_every: int | None = None,
     ) -> None:
         """``origin`` names the model. Other models' chunks in a shared folder only take room.
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
         refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
         of attending to one token, in rows computed: chunks late in a text cost more to compute.
-        ``max_pinned_bytes`` bounds what :meth:`pin` protects."""
+        ``max_pinned_bytes`` bounds what :meth:`pin` protects. ``state_every``: for a model with
+        states, which are stored at multiples of so many rows at least; a lookup then ends where
+        states are stored."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
         self._secret = secret
-        self._naming = Naming(cut, origin, secret=secret)
+        self._naming = Naming(cut, origin, secret=secret, state_every=state_every)
         self._holdings = holdings = Holdings(
             tiers,
             self._naming,
@@ -78,6 +81,7 @@ class ChunkStore:
             max_chunks=max_chunks,
             attention_share=attention_share,
             max_pinned_bytes=max_pinned_bytes,
+            resumes=state_every is not None,
         )
         self.epoch = 0
         """Changes when something is forgotten."""
@@ -238,6 +242,7 @@ class ChunkStore:
         epoch: int | None = None,
         wait: bool = True,
         grows: bool = False,
+        state_rows: Container[int] | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -250,6 +255,7 @@ class ChunkStore:
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
         while another request's chunks are admitted. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
+        ``state_rows``: of a model with states, the ends of chunks that are stored with them.
         """
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -257,7 +263,12 @@ class ChunkStore:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
             places = self._naming.places(
-                root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+                root,
+                token_ids,
+                exact_rows=exact_rows,
+                repair=repair,
+                boundaries=boundaries,
+                state_rows=state_rows,
             )
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)

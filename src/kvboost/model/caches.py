@@ -19,6 +19,7 @@ from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
 from kvboost.model.segment import Segment
+from kvboost.model.states import RowStates, StateCalls, StateShape, shape_of_states
 from kvboost.model.unsupported import WHY_NOT
 
 
@@ -89,6 +90,20 @@ class SequenceCache:
         return self._segment.first + query_length, 0
 
 
+class StatefulCache(StateCalls, SequenceCache):
+    """The same for a model that also has layers with a state in place of rows."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layers: Mapping[int, int],
+        states: RowStates,
+        between_parts: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(segment, layers, between_parts)
+        self.states = states
+
+
 @dataclass(frozen=True)
 class Observed:
     """What a model gave for one token, once for each position that was asked for."""
@@ -101,13 +116,16 @@ class Observed:
     keys: list[torch.Tensor]
     """``[positions, kv_heads, head_dim]`` for each of these layers."""
     values: list[torch.Tensor]
+    states: StateShape
+    """What layers without rows hold, or layers beside their rows."""
 
 
-class ShapeProbe(PackedCache):
-    """Records every layer's keys and values instead of keeping them."""
+class ShapeProbe(StateCalls, PackedCache):
+    """Records every layer's keys and values, and its states, instead of keeping them."""
 
     def __init__(self) -> None:
         super().__init__(Batch(()), {})
+        self.states = RowStates(StateShape((), ()))
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -168,4 +186,5 @@ def observe(model: PreTrainedModel, positions: Sequence[int] = ()) -> Observed:
         int(logits.shape[-1]),
         [of_layer[:, :, 0].cpu() for of_layer in keys],
         [of_layer[:, :, 0].cpu() for of_layer in values],
+        shape_of_states(probe.states),
     )

@@ -276,8 +276,13 @@ def wrap(
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model, model.config, **packed_identity(model))
+    if move is not None and support.architecture.states:
+        raise ConfigError(
+            f"device_memory: layers of model type {support.model_type!r} keep states and cannot be "
+            "streamed; leave device_memory out"
+        )
     placement = move(model) if move is not None else None
-    packs = own and can_pack(model.device, model.dtype)
+    packs = own and not support.architecture.states and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,
         packed=support.packed,

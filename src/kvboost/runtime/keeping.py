@@ -39,6 +39,16 @@ class Keeping:
         if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
+        boundaries: Sequence[int] = request.boundaries
+        state_rows: list[int] | None = None
+        if kv.states is not None:
+            # The rows after the last known states would serve nobody.
+            state_rows = kv.states.known_rows(num_rows, current=ended)
+            num_rows = max(
+                [row for row in [*kv.states.ends, *state_rows] if row <= num_rows] or [0]
+            )
+            kv.states.ends.update(state_rows)
+            boundaries = [*boundaries, *kv.states.ends]
         ids = self._token_ids[:num_rows]
         new = runtime.store.admit(
             runtime.root_of(request),
@@ -46,10 +56,11 @@ class Keeping:
             runtime.rows_of(kv).packing(),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
-            boundaries=request.boundaries,
+            boundaries=boundaries,
             epoch=state.epoch,
             wait=ended,
-            grows=not ended and not state.is_awaited,
+            grows=not ended and not state.is_awaited and kv.states is None,
+            state_rows=state_rows,
         )
         state.new_chunks += new
         return new

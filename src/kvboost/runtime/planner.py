@@ -113,8 +113,13 @@ class Planner:
         if request.exactness == "verified" and request.mode is GenerationMode.PREFIX_CACHE:
             notes.append("verified: only exact hits are reused")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
-            positions = self._support.architecture.positions.value
-            notes.append(f"this model uses {positions}: only exact hits are reused")
+            why = self._support.architecture.why_exact_only or "keeps its keys as they are"
+            notes.append(f"this model {why}: only exact hits are reused")
+        if known.matched > plan.num_known + num_shared:
+            notes.append(
+                f"{known.matched:,} tokens are known, and states after {plan.num_known:,} of them: "
+                "this model goes on from there"
+            )
         if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
             notes.append(
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
