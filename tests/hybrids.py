@@ -72,8 +72,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**WIDER_VALUES, **EXPERTS},
     "zamba": {
         **LAYERS,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 2,
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
@@ -85,7 +85,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8,
         "chunk_size": 16,
     },
-    "zaya": {**EXPERTS, **LAYERS},
+    "zaya": {**EXPERTS, **LAYERS, "num_experts_per_tok": 1},
 }
 """What differs from ``families.SIZES`` in each family's config."""
 

@@ -18,6 +18,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
+from kvboost.model.scans import begin_with
 from kvboost.model.segment import Segment
 from kvboost.model.states import RowStates, StateCalls, StateShape, shape_of_states
 from kvboost.model.unsupported import WHY_NOT
@@ -102,6 +103,15 @@ class StatefulCache(StateCalls, SequenceCache):
     ) -> None:
         super().__init__(segment, layers, between_parts)
         self.states = states
+
+
+class ScanCache(StatefulCache):
+    """The same for a model whose scans of several rows do not ask for their state."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        begin_with(state)
+        return state
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bamba": STATES,
     "falcon_h1": STATES,
     "granitemoehybrid": STATES,
+    "jamba": NO_POSITIONS,
     "lfm2": STATES,
     "lfm2_moe": STATES,
     "nemotron_h": NO_POSITIONS,
@@ -133,6 +134,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe_text": STATES,
     "qwen3_5_text": STATES,
     "qwen3_next": STATES,
+    "zamba": NO_POSITIONS,
     "zamba2": STATES,
 }
 

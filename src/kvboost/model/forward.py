@@ -24,7 +24,7 @@ from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.attention import Batch
-from kvboost.model.caches import PackedCache, SequenceCache, StatefulCache, observe
+from kvboost.model.caches import PackedCache, ScanCache, SequenceCache, StatefulCache, observe
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
@@ -37,6 +37,7 @@ from kvboost.model.native.decoder import (
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.sampling import Sampler, TokenMask
+from kvboost.model.scans import scanning, scans
 from kvboost.model.segment import Segment
 from kvboost.model.states import RowStates
 from kvboost.model.triton.host import to_device
@@ -98,6 +99,7 @@ class Forward:
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
         self.layers, self.states = self.observed.layers, self.observed.states
         self._check_states()
+        self._scans = bool(self.states) and scans(model)
         self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -308,10 +310,10 @@ class Forward:
             states = segment.kv.states = RowStates(self.states)
         if (done := states.result_of(segment)) is not None:
             return done
+        kind = ScanCache if self._scans else StatefulCache
         states.begin(segment.first)
-        logits = self._run(
-            [segment], StatefulCache(segment, self.layers, states, self.between_parts)
-        )
+        with scanning():
+            logits = self._run([segment], kind(segment, self.layers, states, self.between_parts))
         states.end(segment.end, segment, logits)
         return logits
 
