@@ -88,6 +88,12 @@ def with_states(data: KVData, states: Sequence[torch.Tensor]) -> KVData:
     return KVData(data.bits, tensors, data.key_norm)
 
 
+def without_states(data: KVData) -> KVData:
+    """The rows of ``data`` alone."""
+    tensors = {name: one for name, one in data.tensors.items() if name.partition(".")[0] != STATE}
+    return KVData(data.bits, tensors, data.key_norm)
+
+
 def num_groups(data: KVData) -> int:
     """How many groups of layers ``data`` has."""
     names = (name.partition(".") for name in data.tensors)

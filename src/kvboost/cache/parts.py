@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.mixed import states_of
 from kvboost.cache.quantize import KVData
+from kvboost.cache.states import KnownStates
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
 Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
@@ -85,17 +86,17 @@ class Naming:
         exact_rows: int,
         repair: str = "",
         boundaries: Sequence[int] = (),
-        state_rows: Container[int] | None = None,
+        states: KnownStates | None = None,
     ) -> Iterator[Place]:
         """The places of a sequence, parents first. The caller sets the ``key`` of each before it
-        takes the next; without one, this ends. ``state_rows``: where states are known; None for a
-        model without such."""
+        takes the next; without one, this ends. ``states``: where they are known, of a model that
+        has some."""
         path: list[ChunkKey] = []
         for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
             before = path[part.depth - 1] if part.depth else root
             parent = branch_key(before, repair) if part.branches else before
             place = Place(part, token_ids[part.start : part.end], root, before, parent)
-            place.state = None if state_rows is None else part.end in state_rows
+            place.state = None if states is None else part.end in states.rows
             yield place
             if place.key is None:
                 return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -30,6 +30,7 @@ from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.parts import Cut, Naming
 from kvboost.cache.quantize import KVData
 from kvboost.cache.remote_lookup import RemoteLookup
+from kvboost.cache.states import KnownStates
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
@@ -81,7 +82,7 @@ class ChunkStore:
             max_chunks=max_chunks,
             attention_share=attention_share,
             max_pinned_bytes=max_pinned_bytes,
-            resumes=state_every is not None,
+            state_every=state_every,
         )
         self.epoch = 0
         """Changes when something is forgotten."""
@@ -242,7 +243,7 @@ class ChunkStore:
         epoch: int | None = None,
         wait: bool = True,
         grows: bool = False,
-        state_rows: Container[int] | None = None,
+        states: KnownStates | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -255,7 +256,8 @@ class ChunkStore:
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
         while another request's chunks are admitted. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
-        ``state_rows``: of a model with states, the ends of chunks that are stored with them.
+        ``states``: where they are known, of a model that has some. What earlier turns of the same
+        conversation have left is dropped.
         """
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -268,15 +270,18 @@ class ChunkStore:
                 exact_rows=exact_rows,
                 repair=repair,
                 boundaries=boundaries,
-                state_rows=state_rows,
+                states=states,
             )
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)
-            admission = Admission(self._holdings, self._transfers, self._naming, self._lock)
+            turns = frozenset[int]() if states is None else states.turns
+            admission = Admission(self._holdings, self._transfers, self._naming, self._lock, turns)
             try:
                 return admission.run(places, pack)
             finally:
                 with self._lock:
+                    if states is not None:
+                        self._holdings.drop_states(admission.path, states.since)
                     self._holdings.announce(root, token_ids)
         finally:
             self._admission.release()

@@ -71,9 +71,9 @@ class _Scan:
         self,
         rows: torch.Tensor,
         steps: torch.Tensor,
-        A: torch.Tensor,  # noqa: N803  # as in transformers
-        B: torch.Tensor,  # noqa: N803
-        C: torch.Tensor,  # noqa: N803
+        A: torch.Tensor,  # as in transformers
+        B: torch.Tensor,
+        C: torch.Tensor,
         **options: Any,
     ) -> Any:
         """``rows`` and ``steps`` are ``[1, channels, rows]``, ``A`` is ``[channels, size]``, ``B``

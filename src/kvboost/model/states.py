@@ -8,7 +8,7 @@ with the chunk that ends there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class RowStates:
         None: they are not copied."""
         self.shape = shape
         self._every = every
-        self._marks: set[int] = set()
+        self._marks: dict[int, bool] = {}
         self._now: dict[StatePlace, torch.Tensor] = {}
         self._row: int | None = 0
         self._kept: dict[int, list[torch.Tensor]] = {}
@@ -69,10 +69,18 @@ class RowStates:
         """The memory of all states and copies."""
         return self.shape.nbytes * (1 + len(self._kept))
 
-    def mark(self, rows: Iterable[int]) -> None:
-        """The states are to be copied at these rows, if they are copied at all."""
+    def mark(self, row: int, *, lasts: bool = True) -> None:
+        """The states are to be copied at this row, if they are copied at all. ``lasts``: not only
+        because a prompt ends there."""
         if self._every is not None:
-            self._marks.update(rows)
+            self._marks[row] = lasts or self._marks.get(row, False)
+
+    def lasts(self, row: int) -> bool:
+        """Whether the states at a row are kept for more than the turn that ends there."""
+        return self._is_on_grid(row) or self._marks.get(row, False)
+
+    def _is_on_grid(self, row: int) -> bool:
+        return self._every is not None and row % self._every == 0
 
     def next_mark(self, row: int) -> int | None:
         """The first row after ``row`` at which the states are to be copied."""
@@ -97,7 +105,7 @@ class RowStates:
         """The forward that ``asked`` for is over: the states are those at ``row``."""
         self._row = row
         self._last = asked, logits
-        if row in self._marks or (self._every is not None and row % self._every == 0):
+        if row in self._marks or self._is_on_grid(row):
             self._kept[row] = [self._now[place].clone() for place in self.shape.places]
 
     def result_of(self, asked: object) -> torch.Tensor | None:

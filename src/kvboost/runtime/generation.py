@@ -186,12 +186,13 @@ class Generation:
         """Chooses where states are kept beside the grid: where the prompt leaves text that is
         known, as other prompts may, and before its last token, for the same prompt again. Those at
         the last row that runs are kept in any case."""
-        request = self._request
-        ends = [self._lookup.known.matched, request.cacheable_rows]
+        request, last = self._request, len(self._request.token_ids)
+        rows = {self._lookup.known.matched: True, request.cacheable_rows: True}
         if self._answers:
-            ends.append(len(request.token_ids) - 1)
-        last = len(request.token_ids)
-        states.mark(end for end in ends if start + LEAST_TOKENS <= end <= last)
+            rows.setdefault(last - 1, False)
+        for row, lasts in rows.items():
+            if start + LEAST_TOKENS <= row <= last:
+                states.mark(row, lasts=lasts)
 
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""

@@ -191,6 +191,10 @@ class Catalogue:
         """Whether no chunk continues this one."""
         return not self._tree.has_children(key)
 
+    def num_children(self, key: ChunkKey) -> int:
+        """How many chunks continue this one."""
+        return self._tree.num_children(key)
+
     def check_integrity(self) -> list[str]:
         problems = self._anchors.check_integrity()
         if not len(self._anchors) == len(self._tree) == len(self._infos):

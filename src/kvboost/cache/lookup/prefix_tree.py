@@ -71,6 +71,10 @@ class PrefixTree:
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
 
+    def num_children(self, key: ChunkKey) -> int:
+        siblings = self._children.get(key)
+        return 0 if siblings is None else len(siblings.keys)
+
     def match(
         self, root: ChunkKey, token_ids: TokenIds, start: int = 0, order: bytes | None = None
     ) -> list[PrefixMatch]:
