@@ -3,12 +3,16 @@ family."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from families import EXPERTS, family_model
+from families import EXPERTS, config_of, family_model
+from tiny import byte_tokenizer
 
 LAYERS = {"num_hidden_layers": 4}
 DELTA = {
@@ -49,12 +53,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
-    "minimax": {
-        **LAYERS,
-        **EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "block_size": 16,
-    },
     "nemotron_h": {
         **EXPERTS,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
@@ -89,8 +87,28 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """What differs from ``families.SIZES`` in each family's config."""
 
+SEEING_HYBRIDS = {
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+}
+"""Models with a vision tower, of which only the text part is read, and that part's type."""
+
 HERE = sorted(set(HYBRIDS) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 """Older versions of transformers have fewer families."""
+
+
+def save_seeing(model_type: str, folder: Path) -> None:
+    """Writes a model with a vision tower, and a tokenizer of bytes."""
+    name, text = SEEING_HYBRIDS[model_type]
+    kind = getattr(transformers, name)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = kind.config_class(
+        text_config=config_of(text, HYBRIDS[text]).to_dict(),
+        vision_config={**vision, "out_hidden_size": 32},
+    )
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def hybrid_model(model_type: str) -> PreTrainedModel:

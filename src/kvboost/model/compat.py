@@ -131,11 +131,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2_moe": STATES,
     "nemotron_h": NO_POSITIONS,
     "olmo_hybrid": STATES,
+    "qwen3_5": STATES,  # text only
+    "qwen3_5_moe": STATES,
     "qwen3_5_moe_text": STATES,
     "qwen3_5_text": STATES,
     "qwen3_next": STATES,
     "zamba": NO_POSITIONS,
     "zamba2": STATES,
+    "zaya": STATES,
 }
 
 UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)

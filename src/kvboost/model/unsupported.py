@@ -6,7 +6,8 @@ To support one: remove its name here, add a row to ``compat.ARCHITECTURES`` and 
 
 from __future__ import annotations
 
-STATE = "keeps a state of linear layers beside its keys and values, which the cache does not store"
+STATE = "keeps a state of linear layers in a way that the cache does not store"
+OWN_CACHE = "keeps its states in a cache of its own, and reads text after them token by token"
 LATENT = "keeps a latent in place of keys and values, whose widths differ"
 INDEX = "chooses the keys that it attends to by an index of its own, which the cache does not store"
 COMPRESSED = "keeps entries that hold several tokens each"
@@ -27,15 +28,12 @@ WHY_NOT: dict[str, str] = {
     "kimi_linear": STATE,
     "mamba": STATE,
     "mamba2": STATE,
-    "minimax": STATE,
-    "qwen3_5": STATE,
-    "qwen3_5_moe": STATE,
+    "minimax": OWN_CACHE,
     "qwen4_exp": STATE,
     "qwen4_exp_text": STATE,
     "recurrent_gemma": STATE,
     "rwkv": STATE,
     "xlstm": STATE,
-    "zaya": STATE,
     "axk1": LATENT,
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,

@@ -142,6 +142,8 @@ class Planner:
 
     def _refusal(self, request: Request) -> str:
         """Why text is not moved, whatever is cached; empty if it may be."""
+        if self._support.architecture.states and request.mode is not GenerationMode.BASELINE:
+            return "model"
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return "mode"
         return "" if self._moves else "model"
