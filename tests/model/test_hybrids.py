@@ -11,15 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapters import merge, write_adapter
 from hybrids import HERE, SEEING_HYBRIDS, hybrid_model, save_seeing
-from kvboost import ConfigError, GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
+from kvboost import (
+    ConfigError,
+    GenerationMode,
+    KVBoost,
+    SpanKind,
+    StockModel,
+    UnsupportedModelError,
+)
 from kvboost.config import EngineConfig
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.mixed_kv import make_kv
 from kvboost.model.segment import Segment
 from kvboost.model.states import StateLost
-from adapters import merge, write_adapter
 from tiny import make_engine
 
 BASELINE, EXACT, MOVED = GenerationMode
