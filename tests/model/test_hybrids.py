@@ -6,6 +6,7 @@ Every test compares with stock transformers. What is reused ends where states ar
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from kvboost import (
     StockModel,
     UnsupportedModelError,
 )
-from kvboost.config import EngineConfig
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.mixed_kv import make_kv
@@ -30,7 +30,9 @@ from kvboost.model.states import StateLost
 from tiny import make_engine
 
 BASELINE, EXACT, MOVED = GenerationMode
-EVERY = 32
+MECHANISMS = ("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "zaya")
+"""Mamba 2, alone and beside attention; Mamba 1; convolutions; a delta rule; states of keys."""
+EVERY = 16
 CLOSE = {"atol": 1e-3, "rtol": 0}
 
 
@@ -45,61 +47,60 @@ def test_family(name: str, tmp_path: Path) -> None:
     stock = StockModel(copy.deepcopy(model))
     with make_engine(model, state_every=EVERY) as engine:
         check_any_rows(engine, stock)
-        check_exact_reuse(engine, stock)
         check_conversation(engine, stock)
-        check_batch(engine, stock)
+        if name in MECHANISMS:
+            check_exact_reuse(engine, stock)
+            check_batch(engine, stock)
         check_adapters(engine, stock, tmp_path)
         assert engine.check_integrity() == []
 
 
 def check_any_rows(engine: KVBoost, stock: StockModel) -> None:
     """Rows in pieces of any length, single ones too, give the logits of one forward."""
-    forward, ids = engine._model.forward, random_ids(70, seed=2)
+    forward, ids = engine._model.forward, random_ids(40, seed=2)
     kv = make_kv(forward.shape, len(ids))
-    bounds = [0, 1, 2, 33, 34, 60, 69, 70]
+    bounds = [0, 1, 2, 18, 19, 35, 40]
     logits = [
         forward([Segment(kv, torch.tensor(ids[start:end]), range(start, end), end - start)])
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in pairwise(bounds)
     ]
     torch.testing.assert_close(torch.cat(logits), stock.logits(ids), **CLOSE)
 
 
 def check_exact_reuse(engine: KVBoost, stock: StockModel) -> None:
     """After text that was read up to any row, from the last states at or below it."""
-    ids = random_ids(90, seed=1)
-    logits = stock.logits(ids)[60:]
-    for known, reused in ((0, 0), (17, 17), (45, 45), (61, 60)):
+    ids = random_ids(50, seed=1)
+    logits = stock.logits(ids)[34:]
+    for known, reused in ((0, 0), (17, 17), (29, 29), (35, 32), (50, 32)):
         salt = str(known)
         engine.warm(ids[:known], cache_salt=salt) if known else None
-        scored = engine.score(ids[:61], [*ids[61:], 0], EXACT, cache_salt=salt)
+        scored = engine.score(ids[:35], [*ids[35:], 0], EXACT, cache_salt=salt)
         spans = scored.reuse.spans
-        assert sum(s.num_tokens for s in spans if s.kind is SpanKind.EXACT) == min(
-            reused, known if known < 61 else EVERY
-        )
+        assert sum(s.num_tokens for s in spans if s.kind is SpanKind.EXACT) == reused
         torch.testing.assert_close(scored.logits, logits, **CLOSE)
 
 
 def check_conversation(engine: KVBoost, stock: StockModel) -> None:
     """Each turn goes on where the answer before it ended."""
-    ids, known = random_ids(40, seed=3), 0
-    for turn in range(3):
+    ids, known = random_ids(20, seed=3), 0
+    for turn in range(2):
         answer = engine.generate(ids, 5, EXACT, ignore_eos=True)
         assert answer.cached_tokens == known
         logits = stock.logits([*ids, *answer.token_ids])[len(ids) - 1 : -1]
         assert answer.token_ids == logits.argmax(-1).tolist()
         known = len(ids) + 4
-        ids = [*ids, *answer.token_ids, *random_ids(20, seed=10 + turn)]
+        ids = [*ids, *answer.token_ids, *random_ids(9, seed=10 + turn)]
 
 
 def check_batch(engine: KVBoost, stock: StockModel) -> None:
-    prompts = [random_ids(length, seed=length) for length in (80, 9, 50)]
-    batched = engine.generate_batch(prompts, 4, EXACT, ignore_eos=True)
+    prompts = [random_ids(length, seed=length) for length in (40, 9, 30)]
+    batched = engine.generate_batch(prompts, 3, EXACT, ignore_eos=True)
     for prompt, answer in zip(prompts, batched, strict=True):
         logits = stock.logits([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
         assert answer.token_ids == logits.argmax(-1).tolist()
-    again = engine.generate_batch(prompts, 4, EXACT, ignore_eos=True)
+    again = engine.generate_batch(prompts, 3, EXACT, ignore_eos=True)
     assert [one.token_ids for one in again] == [one.token_ids for one in batched]
-    assert [one.cached_tokens for one in again] == [79, 0, 49]
+    assert [one.cached_tokens for one in again] == [39, 0, 29]
 
 
 def check_adapters(engine: KVBoost, stock: StockModel, folder: Path) -> None:
@@ -178,5 +179,5 @@ def test_what_needs_rows_everywhere_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, ConfigError), match="tp_size=2"):
         KVBoost.from_pretrained(tmp_path, tp_size=2)
-    with pytest.raises(ConfigError, match="state_every"):
-        EngineConfig(state_every=8)
+    with pytest.raises(ConfigError, match=r"draft_model=.* keeps states"):
+        make_engine(model, draft_model=tmp_path, speculate=4)
