@@ -31,6 +31,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "streamed_layers": 0 if placement is None else len(placement.plan.streamed),
         "streamed_from_disk": 0 if placement is None else len(placement.plan.on_disk),
         "kv_bytes_per_token": shape.row_bytes,
+        "state_bytes": model.forward.states.nbytes,
         "kv_cache_bits": config.kv_cache_bits,
         "chunk_size": config.chunk_size,
         "heal": config.heal,

@@ -16,6 +16,7 @@ from typing import Any
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model import weights
 from kvboost.model.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.fit.states import layers_with_rows, state_numbers
 from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.unsupported import WHY_NOT
 
@@ -60,6 +61,15 @@ class ModelHeader:
     """Bytes that are not on this machine yet."""
     model_type: str | None = None
     """As in transformers; None if the header does not say."""
+    states: tuple[int, int] | None = None
+    """The numbers that convolutions and recurrent layers hold for one text; None if there are no
+    such layers, or the header does not say."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """The size of the states that are kept at one token, if the model runs in 16 bits:
+        recurrent layers hold numbers of 32."""
+        return None if self.states is None else 2 * self.states[0] + 4 * self.states[1]
 
     @property
     def reused(self) -> str | None:
@@ -235,12 +245,16 @@ def _from_config(
     layers, heads, width = (_first(text, names) for names in (_NUM_LAYERS, _NUM_HEADS, _WIDTH))
     head_dim = text.get("head_dim") or (width // heads if width and heads else None)
     kv_heads = text.get("num_key_value_heads") or heads
+    with_rows = layers_with_rows(config) or layers
     return ModelHeader(
         name=name,
         architecture=str(text.get("model_type", "unknown")),
         tensors=tuple(stored),
         layers=layers or 0,
-        kv_numbers=2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None,
+        kv_numbers=2 * with_rows * kv_heads * head_dim
+        if with_rows and kv_heads and head_dim
+        else None,
+        states=state_numbers(config),
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
