@@ -37,7 +37,7 @@ CONVOLUTIONS = {**LAYERS, "layer_types": ["conv", "full_attention"] * 2, "head_d
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 2},
     "granitemoehybrid": {
         **MAMBA,
         **EXPERTS,
@@ -83,7 +83,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8,
         "chunk_size": 16,
     },
-    "zaya": {**EXPERTS, **LAYERS, "num_experts_per_tok": 1},
+    "zaya": {**EXPERTS, "num_experts_per_tok": 1},
 }
 """What differs from ``families.SIZES`` in each family's config."""
 

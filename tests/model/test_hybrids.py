@@ -24,10 +24,11 @@ from kvboost import (
 )
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
+from kvboost.model.load import wrap
 from kvboost.model.mixed_kv import make_kv
 from kvboost.model.segment import Segment
 from kvboost.model.states import StateLost
-from tiny import make_engine
+from tiny import byte_tokenizer, make_engine
 
 BASELINE, EXACT, MOVED = GenerationMode
 MECHANISMS = ("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "zaya")
@@ -174,6 +175,8 @@ def test_the_rows_of_a_batch_go_through_the_layers_once() -> None:
 
 def test_what_needs_rows_everywhere_is_refused(tmp_path: Path) -> None:
     model = hybrid_model("lfm2")
+    with pytest.raises(ConfigError, match="cannot be streamed"):
+        wrap(model, byte_tokenizer(), move=lambda _: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="far_kv_bytes"):
         make_engine(model, far_kv_bytes="1GiB")
     model.save_pretrained(tmp_path)

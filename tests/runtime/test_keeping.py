@@ -46,10 +46,15 @@ def ids_of(length: int, seed: int) -> list[int]:
 
 def expected(ids: list[int], count: int) -> list[int]:
     """The greedy answer of stock transformers."""
-    ids, length = list(ids), len(ids)
-    for _ in range(count):
-        ids.append(int(stock().logits(ids)[-1].argmax()))
-    return ids[length:]
+    return list(_expected(tuple(ids), count))
+
+
+@functools.cache
+def _expected(ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    if not count:
+        return ()
+    token = int(stock().logits(list(ids))[-1].argmax())
+    return (token, *_expected((*ids, token), count - 1))
 
 
 def answer(engine: KVBoost, ids: list[int], count: int = 3, **options: Any) -> int:
@@ -295,3 +300,12 @@ def test_states_stay_whole_beside_quantised_rows(bits: int) -> None:
         again = engine.generate(ids, 1, EXACT)
         assert (first.cached_tokens, again.cached_tokens) == (0, 89)
         assert engine.check_integrity() == []
+
+
+def test_a_text_that_a_loop_reads_has_states_at_its_end_only() -> None:
+    with engine_of(state_every=1000) as engine:
+        asyncio.run(engine.awarm(ids_of(40, 1)))
+        assert stored(engine) == {16: False, 32: False, 40: True}
+        for seed in (2, 3):
+            answer(engine, ids_of(40, 1) + ids_of(20, seed))
+        assert stored(engine)[40]

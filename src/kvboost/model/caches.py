@@ -104,6 +104,11 @@ class StatefulCache(StateCalls, SequenceCache):
         super().__init__(segment, layers, between_parts)
         self.states = states
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self._between_parts is not None:
+            self._between_parts()  # all these layers begin with it
+        return super().get_conv_state(layer_idx, state_idx)
+
 
 class ScanCache(StatefulCache):
     """The same for a model whose scans of several rows do not ask for their state."""

@@ -70,8 +70,8 @@ class Generation:
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
         self._drafts = Drafts(state)
-        self._answers = self._leaves = True
-        """Whether it answers its prompt, and leaves its rows to later requests."""
+        self._leaves = True
+        """Whether it leaves its rows to later requests."""
         self._rows_run = 0
         """Rows of the forward that the next token comes from; 0 if it was drafted."""
 
@@ -84,7 +84,6 @@ class Generation:
 
     def read(self) -> int:
         """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
-        self._answers = False
         with self._lend_kv():
             run_alone(self._backend, self._prompt_logits())
             new = self._keeping.admit()
@@ -188,7 +187,7 @@ class Generation:
         the last row that runs are kept in any case."""
         request, last = self._request, len(self._request.token_ids)
         rows = {self._lookup.known.matched: True, request.cacheable_rows: True}
-        if self._answers:
+        if not self._state.reads:
             rows.setdefault(last - 1, False)
         for row, lasts in rows.items():
             if start + LEAST_TOKENS <= row <= last:

@@ -69,7 +69,7 @@ class Keeping:
         rows = states.known_rows(num_rows, current=ended)
         states.ends.update(rows)
         turns: list[int] = []
-        if self._state.token_ids and self._request.params.max_new_tokens > 1:
+        if self._state.token_ids and not self._state.reads:
             turns = [num_rows, len(self._request.token_ids) - 1]
         passing = frozenset(row for row in turns if not states.lasts(row))
         return KnownStates(frozenset(rows), passing, self._state.reuse.cached_tokens)
