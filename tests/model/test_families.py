@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from adapters import merge, write_adapter
 from families import EXPERTS, FAMILIES, HERE, WINDOW, family_model
+from hybrids import HYBRIDS, SEEING_HYBRIDS
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -54,6 +55,7 @@ def test_every_language_model_of_transformers_is_in_one_table() -> None:
         "and one in ARCHITECTURES (model/compat.py), or say in model/unsupported.py why not"
     )
     tested = {name.split("-")[0] for name in [*ALL_MODELS, *SEEING]} | set(FAMILIES)
+    tested |= {*HYBRIDS, *SEEING_HYBRIDS}
     assert set(ARCHITECTURES) == tested
 
 
@@ -205,8 +207,8 @@ def test_experts_give_each_request_what_it_gets_alone(implementation: str) -> No
 
 def test_a_model_that_is_not_supported_says_why() -> None:
     model = family_model("qwen3_moe", EXPERTS)
-    model.config.model_type = "qwen3_next"
-    with pytest.raises(UnsupportedModelError, match="keeps a state of linear layers beside"):
+    model.config.model_type = "kimi_linear"
+    with pytest.raises(UnsupportedModelError, match="keeps a state of linear layers in a way"):
         make_engine(model)
 
 

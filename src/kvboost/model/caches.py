@@ -19,7 +19,9 @@ from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
 from kvboost.model.latent import join
+from kvboost.model.scans import begin_with
 from kvboost.model.segment import Segment
+from kvboost.model.states import RowStates, StateCalls, StateShape, shape_of_states
 from kvboost.model.unsupported import WHY_NOT
 
 
@@ -95,6 +97,34 @@ class SequenceCache:
         return self._segment.first + query_length, 0
 
 
+class StatefulCache(StateCalls, SequenceCache):
+    """The same for a model that also has layers with a state in place of rows."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layers: Mapping[int, int],
+        states: RowStates,
+        between_parts: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(segment, layers, between_parts)
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self._between_parts is not None:
+            self._between_parts()  # all these layers begin with it
+        return super().get_conv_state(layer_idx, state_idx)
+
+
+class ScanCache(StatefulCache):
+    """The same for a model whose scans of several rows do not ask for their state."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        begin_with(state)
+        return state
+
+
 @dataclass(frozen=True)
 class Observed:
     """What a model gave for one token, once for each position that was asked for."""
@@ -108,13 +138,16 @@ class Observed:
     """``[positions, kv_heads, head_dim]`` for each of these layers; where a row is both key and
     value, the row."""
     values: list[torch.Tensor]
+    states: StateShape
+    """What layers without rows hold, or layers beside their rows."""
 
 
-class ShapeProbe(PackedCache):
-    """Records every layer's keys and values instead of keeping them."""
+class ShapeProbe(StateCalls, PackedCache):
+    """Records every layer's keys and values, and its states, instead of keeping them."""
 
     def __init__(self, *, latent: bool = False) -> None:
         super().__init__(Batch(()), {}, latent=latent)
+        self.states = RowStates(StateShape((), ()))
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -185,4 +218,5 @@ def observe(
         int(logits.shape[-1]),
         [of_layer[:, :, 0].cpu() for of_layer in keys],
         [of_layer[:, :, 0].cpu() for of_layer in values],
+        shape_of_states(probe.states),
     )

@@ -19,6 +19,7 @@ class Positions(str, Enum):
     ROPE = "rotary position embeddings (RoPE)"
     LEARNED = "learned absolute position embeddings"
     ALIBI = "ALiBi position biases"
+    NONE = "no positions, or only those that its states imply"
     UNKNOWN = "an unknown positional scheme"
 
 
@@ -26,16 +27,29 @@ class Positions(str, Enum):
 class Architecture:
     """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
     it. Otherwise the model keeps its own attention, one sequence at a time. ``latent``: layers keep
-    latents in place of keys and values."""
+    latents in place of keys and values (``model/latent.py``). ``states``: some layers fold all text
+    into a state (``model/states.py``)."""
 
     positions: Positions
     packed: bool = True
     latent: bool = False
+    states: bool = False
+
+    @property
+    def why_exact_only(self) -> str | None:
+        """Why text is never moved; None if it may be."""
+        if self.states:
+            return "keeps states of all text before a token, which do not move"
+        if self.positions is Positions.ROPE:
+            return None
+        return f"uses {self.positions.value}"
 
 
 ROPE = Architecture(Positions.ROPE)
 """``model/rope.py`` measures which layers rotate which channels."""
 LATENT = Architecture(Positions.ROPE, latent=True)
+STATES = Architecture(Positions.ROPE, packed=False, states=True)
+NO_POSITIONS = Architecture(Positions.NONE, packed=False, states=True)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": ROPE,
@@ -124,6 +138,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(Positions.LEARNED),
     "bloom": Architecture(Positions.ALIBI, packed=False),
     "mpt": Architecture(Positions.ALIBI, packed=False),
+    "bamba": STATES,
+    "falcon_h1": STATES,
+    "granitemoehybrid": STATES,
+    "jamba": NO_POSITIONS,
+    "lfm2": STATES,
+    "lfm2_moe": STATES,
+    "nemotron_h": NO_POSITIONS,
+    "olmo_hybrid": STATES,
+    "qwen3_5": STATES,  # text only
+    "qwen3_5_moe": STATES,
+    "qwen3_5_moe_text": STATES,
+    "qwen3_5_text": STATES,
+    "qwen3_next": STATES,
+    "zamba": NO_POSITIONS,
+    "zamba2": STATES,
+    "zaya": STATES,
 }
 
 UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)
@@ -163,7 +193,7 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
             "tries exact prefix reuse through the model's own attention; call "
             "engine.verify_correctness() before you rely on it"
         )
-    if strict and architecture.positions is not Positions.ROPE:
+    if strict and architecture.positions is not Positions.ROPE and not architecture.states:
         raise UnsupportedModelError(
             f"model type {model_type!r} uses {architecture.positions.value}: its keys cannot be "
             "re-rotated, so text that moved can never be reused. strict=False gives exact prefix "
@@ -189,8 +219,12 @@ def what_is_reused(model_type: str) -> str:
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
-    if architecture.positions is Positions.ROPE:
+    if architecture.why_exact_only is None:
         return "exact and moved text is reused"
+    if architecture.states:
+        return (
+            f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"
+        )
     return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 

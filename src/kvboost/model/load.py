@@ -279,10 +279,15 @@ def wrap(
     more = {**packed_identity(model), **key_scales.identity(model)}
     identity = fingerprint(model, model.config, **more)
     placement = None
+    if move is not None and support.architecture.states:
+        raise ConfigError(
+            f"device_memory: layers of model type {support.model_type!r} keep states and cannot be "
+            "streamed; leave device_memory out"
+        )
     if move is not None:
         key_scales.fold(model)  # streamed weights cannot be changed
         placement = move(model)
-    packs = own and can_pack(model.device, model.dtype)
+    packs = own and not support.architecture.states and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,
         packed=support.packed,

@@ -94,7 +94,8 @@ def test_layers_that_differ_count_as_what_they_store(tmp_path: Path, name: str) 
     ("model_type", "said"),
     [
         ("gpt2", "only exact text is reused, with strict=False: it uses learned absolute"),
-        ("qwen3_next", "not supported: it keeps a state of linear layers beside its keys"),
+        ("qwen3_next", "exact text is reused up to the nearest kept states"),
+        ("kimi_linear", "not supported: it keeps a state of linear layers"),
         ("brand_new", "not supported: it is not among the architectures that were tested"),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model import weights
 from kvboost.model.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.fit.states import layers_with_rows, state_numbers
 from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.unsupported import WHY_NOT
 
@@ -60,6 +61,15 @@ class ModelHeader:
     """Bytes that are not on this machine yet."""
     model_type: str | None = None
     """As in transformers; None if the header does not say."""
+    states: tuple[int, int] | None = None
+    """The numbers that convolutions and recurrent layers hold for one text; None if there are no
+    such layers, or the header does not say."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """The size of the states that are kept at one token, if the model runs in 16 bits:
+        recurrent layers hold numbers of 32."""
+        return None if self.states is None else 2 * self.states[0] + 4 * self.states[1]
 
     @property
     def reused(self) -> str | None:
@@ -240,7 +250,10 @@ def _from_config(
         architecture=str(text.get("model_type", "unknown")),
         tensors=tuple(stored),
         layers=layers or 0,
-        kv_numbers=_kv_numbers(text, layers, keeps_latents=keeps_latents),
+        kv_numbers=_kv_numbers(
+            text, layers_with_rows(config) or layers, keeps_latents=keeps_latents
+        ),
+        states=state_numbers(config),
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
