@@ -72,6 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "helium": ROPE,
     "hy_v3": ROPE,
     "hyperclovax": ROPE,
+    "idefics3": ROPE,
     "internvl": ROPE,  # the InternLM family as transformers ships it
     "jais2": ROPE,
     "kolibri1": ROPE,
@@ -100,6 +101,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": ROPE,
     "seed_oss": ROPE,
     "smollm3": ROPE,
+    "smolvlm": ROPE,
     "solar_open": ROPE,
     "stablelm": ROPE,
     "starcoder2": ROPE,

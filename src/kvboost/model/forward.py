@@ -158,6 +158,16 @@ class Forward:
         return self.shape
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shape.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers that it computes with."""
+        return self.shape.dtype
+
+    @property
     def has_kernels(self) -> bool:
         """Whether our kernels run this model."""
         return self._kernels is not None
@@ -166,13 +176,18 @@ class Forward:
         """Makes the model use our attention."""
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
-            self.model.set_attn_implementation(attention.NAME)
+            self._set_attention(attention.NAME)
 
     def release(self) -> None:
         """Restores the model's own attention."""
         with self.lock:
             if self.model.config._attn_implementation == attention.NAME:
-                self.model.set_attn_implementation(self._own_attention)
+                self._set_attention(self._own_attention)
+
+    def _set_attention(self, name: str) -> None:
+        """Changes the attention of the text model, and of no vision tower beside it."""
+        parts = {"text_config"} & set(self.model.config.sub_configs)
+        self.model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)})
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Makes an adapter ready for requests. Waits for the forward that runs now."""
@@ -303,8 +318,7 @@ class Forward:
 
     def _run(self, segments: Sequence[Segment], cache: PackedCache | SequenceCache) -> torch.Tensor:
         device = self.shape.device
-        kwargs: dict[str, Any] = {}
-        token_ids = _token_ids(segments, device)
+        kwargs = self._inputs(segments)
         if self.packed:
             positions = [segment.position_ids(device) for segment in segments]
             kwargs["position_ids"] = torch.cat(positions)[None]
@@ -314,12 +328,24 @@ class Forward:
         self._depth += 1
         try:
             with self._hooks.applied(segments):
-                logits = self.model(
-                    input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
-                ).logits[0]
+                logits = self.model(past_key_values=cache, use_cache=True, **kwargs).logits[0]
         finally:
             self._depth -= 1
         return logits if self._selects_rows else logits[wanted]
+
+    def _inputs(self, segments: Sequence[Segment]) -> dict[str, Any]:
+        """The tokens of all segments, or their embeddings if some rows are those of images."""
+        token_ids = _token_ids(segments, self.shape.device)[None]
+        if all(segment.images is None for segment in segments):
+            return {"input_ids": token_ids}
+        embedded = self.model.get_input_embeddings()(token_ids)
+        first = 0
+        for segment in segments:
+            if (images := segment.images) is not None:
+                rows = to_device(images.rows + first, torch.int64, self.shape.device)
+                embedded[0, rows] = images.features.to(embedded)
+            first += len(segment)
+        return {"inputs_embeds": embedded}
 
 
 def _distance(given: torch.Tensor, expected: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,16 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
     return keys <= queries - window
 
 
+@dataclass(frozen=True)
+class ImageRows:
+    """The rows of a segment that are rows of images: the model is given features, and no tokens."""
+
+    rows: torch.Tensor
+    """Their numbers in the segment, ``[rows]``, on the host."""
+    features: torch.Tensor
+    """``[rows, width]``, on the model's device."""
+
+
 class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
@@ -77,7 +87,7 @@ class Segment:
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
     before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
-    its hook sees, in a forward of its own.
+    its hook sees, in a forward of its own. ``images``: which rows are those of images.
     """
 
     kv: RequestKV
@@ -94,6 +104,7 @@ class Segment:
     beside: Segment | None = None
     beside_ahead: Segment | None = None
     observes: bool = False
+    images: ImageRows | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_masks: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
