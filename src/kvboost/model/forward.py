@@ -302,6 +302,8 @@ class Forward:
 
             return self._run(segments, PackedCache(PagedBatch(segments), self.layers))
         kernels = None if self._runs_as_stock(segments) else self._kernels
+        if any(segment.whole_images for segment in segments):
+            kernels = None  # ours are causal
         cache = PackedCache(Batch(segments, kernels, self.between_parts), self.layers)
         if self._head is None:
             return self._run(segments, cache)

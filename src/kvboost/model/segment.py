@@ -42,6 +42,9 @@ class ImageRows:
     """Their numbers in the segment, ``[rows]``, on the host."""
     features: torch.Tensor
     """``[rows, width]``, on the model's device."""
+    ahead: tuple[tuple[int, int], ...] = ()
+    """Positions ``[start, end)`` of images whose rows also attend to those after them, up to the
+    end. All of these are in the request's KV, or in the segment."""
 
 
 class Hook:
@@ -134,8 +137,14 @@ class Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether these are consecutive rows that attend to everything before them."""
-        return isinstance(self.positions, range) and self.absent is None
+        """Whether these are consecutive rows that attend to everything before them, and to nothing
+        else."""
+        return isinstance(self.positions, range) and self.absent is None and not self.whole_images
+
+    @property
+    def whole_images(self) -> tuple[tuple[int, int], ...]:
+        """Images whose rows attend to those after them: see ``ImageRows``."""
+        return () if self.images is None else self.images.ahead
 
     def num_before(self, position: int) -> int:
         """How many of its rows are before ``position``."""
@@ -165,8 +174,9 @@ class Segment:
         """The rows in blocks, each with the keys it may attend to; made once a forward."""
         if window not in self._blocks:
             positions = self.position_ids(like.device)
+            rules = window, like, self.absent, self.whole_images
             self._blocks[window] = [
-                Block.of(start, positions[start : start + BLOCK_ROWS], window, like, self.absent)
+                Block.of(start, positions[start : start + BLOCK_ROWS], *rules)
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
@@ -193,22 +203,28 @@ class Block:
         window: int | None,
         like: torch.Tensor,
         absent: torch.Tensor | None = None,
+        ahead: Sequence[tuple[int, int]] = (),
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
+        reach = max(last + 1, *(end for begin, end in ahead if begin <= last), 0)
         grid = grid_of(like)
         first_key = 0
         if isinstance(window, ChunkWindow):
             first_key = first // window * window // grid * grid
         elif window is not None:
             first_key = max(0, first + 1 - window) // grid * grid
-        end_key = round_up(last + 1, grid)
+        end_key = round_up(reach, grid)
         keys = torch.arange(first_key, end_key, device=like.device)
         queries = positions[:, None]
         hidden = keys > queries
+        for begin, end in ahead:
+            inside = (queries >= begin) & (queries < end)
+            hidden &= ~(inside & (keys >= begin) & (keys < end))
         if window is not None:
             hidden |= is_beyond(window, keys, queries)
         if absent is not None:
-            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1].to(like.device)
+            end = min(reach, len(absent))
+            hidden[:, : end - first_key] |= absent[first_key:end].to(like.device)
         rows, width = round_up(len(positions), grid), round_up(len(keys), 8)
         mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
         mask[: len(positions)].masked_fill_(hidden, float("-inf"))

@@ -405,4 +405,4 @@ class Generation:
             step = self._state.slice_rows or self._backend.prefill_slice
         if self._kv.most_rows is not None:
             step = min(step, self._kv.most_rows)
-        return min((start // step + 1) * step, total)
+        return min(self._sight.slice_end(start, (start // step + 1) * step), total)

@@ -40,7 +40,8 @@ class Repairing:
         live_end = total - self._num_logits + 1
         moved = MovedText(plan, live_end, self._kv.shape.num_layers)
         slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
-        steps = repair_rows(moved, self._repair, self._rows, slice_rows)
+        whole = self._sight.whole
+        steps = repair_rows(moved, self._repair, self._rows, slice_rows, together=whole)
         given: torch.Tensor | None = None
         while True:
             try:

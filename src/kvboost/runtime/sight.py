@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -23,6 +25,22 @@ class Sight:
         self.token_ids: TokenIds = request.vocabulary_ids
         """The prompt's tokens as the model takes them."""
         self._features: dict[bytes, torch.Tensor] = {}
+
+    @cached_property
+    def whole(self) -> tuple[tuple[int, int], ...]:
+        """The rows ``[start, end)`` of images that must be in one forward, as far as they are not
+        in place: each attends to those after it."""
+        if self._images is None or isinstance(self._vision, str) or not self._vision.sees_ahead:
+            return ()
+        return tuple((image.start, image.end) for image in self._images.placed)
+
+    def slice_end(self, start: int, end: int) -> int:
+        """Where a slice that begins at ``start`` and should end at ``end`` ends: not inside an
+        image that must be whole."""
+        for first, last in self.whole:
+            if first < end < last:
+                return first if first > start else last
+        return end
 
     def rows(self, positions: range | torch.Tensor) -> Computing[ImageRows | None]:
         """What the rows of the prompt at ``positions`` are given instead of tokens. Pauses between
@@ -48,4 +66,6 @@ class Sight:
             places = images.ends[where[own]] - images.ends[image.start]
             rows.append(torch.from_numpy(own))
             features.append(every[torch.from_numpy(places).to(every.device)])
-        return ImageRows(torch.cat(rows), torch.cat(features))
+        first, last = int(where[0]), int(where[-1])
+        ahead = tuple(one for one in self.whole if one[0] <= last and one[1] > first)
+        return ImageRows(torch.cat(rows), torch.cat(features), ahead)

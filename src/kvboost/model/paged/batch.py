@@ -111,7 +111,8 @@ class Work:
 
     long: list[tuple[Run, LongKernel]]
     dense: list[Run]
-    """Whole segments that torch computes as it would without pages."""
+    """Whole segments that torch computes as it would without pages: plain ones, and those with
+    images whose rows see ahead."""
     others: list[Run]
 
 
@@ -187,7 +188,9 @@ class PagedBatch(RowBatch):
             attend_after(kernel, *own, pages, table, before, scale, out[run.rows], sinks)
         for run in work.dense:
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
-            found = attend_segment(self.segments[run.segment], q, k, v, layer, scale, None, None)
+            segment = self.segments[run.segment]
+            hides = segment.hides(window)
+            found = attend_segment(segment, q, k, v, layer, scale, hides, softcap, sinks)
             out[run.rows] = found[0].transpose(0, 1)
         if work.others:
             hidden = any(self.segments[run.segment].hides(window) for run in work.others)
@@ -223,7 +226,8 @@ class PagedBatch(RowBatch):
         for index, segment in enumerate(self.segments):
             sees_all = softcap is None and segment.is_plain and segment.hides(window) is None
             whole = Run(index, self._starts[index], 0, len(segment))
-            if sees_all and not kernels and not has_sinks and _is_dense(segment):
+            is_dense = sees_all and not kernels and not has_sinks and _is_dense(segment)
+            if is_dense or segment.whole_images:  # our kernel is causal
                 work.dense.append(whole)
                 continue
             cuts = ((each.cut(segment.first, segment.end), each) for each in kernels if sees_all)
