@@ -57,6 +57,7 @@ from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
 from kvboost.structured.library import missing
 from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class KVBoost(TextCache):
     def answer_to(
         self,
         listen: Callable[[RequestState], AnswerListener],
-        prompt: Sequence[int] | TokenIds,
+        prompt: Sequence[int] | TokenIds | ReadPrompt,
         max_new_tokens: int,
         mode: GenerationMode | str,
         *,

@@ -105,9 +105,10 @@ def from_data_url(url: str, limits: ImageLimits) -> bytes:
 
 def from_base64(text: str, limits: ImageLimits) -> bytes:
     """The file that base64 text holds."""
-    _check_size(len(text) * 3 // 4 - 2, limits)
+    text = text.strip()
+    _check_size(len(text) // 4 * 3 - text[-2:].count("="), limits)
     try:
-        return base64.b64decode(text.strip(), validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"the data of an image is not base64: {error}") from None
 
