@@ -16,7 +16,9 @@ from kvboost.tokens.images import PlacedImages
 from tiny import make_engine, tiny_model
 from vision_models import about, file_of, picture, stock_inputs, vision_engine, vision_model
 
-FAMILIES = ("smolvlm", "internvl", "gemma3")
+MOVING = ("smolvlm", "internvl", "gemma3")
+SPATIAL = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = (*MOVING, *SPATIAL)
 IMAGE = picture(1, 50, 30)
 QUESTION = about(IMAGE, "What is this?", "Look: ")
 MOVED = about(IMAGE, "What is this?", "Before you look, think of something else entirely: ")
@@ -55,9 +57,8 @@ def test_logits_and_greedy_tokens_are_those_of_stock_transformers(name: str) -> 
             reused = engine.generate(messages, 6, repetition_penalty=1.2).token_ids
         more = torch.tensor([FOLLOW[:-1]])
         longer = {**inputs, "input_ids": torch.cat([inputs["input_ids"], more], 1)}
-        if "token_type_ids" in inputs:
-            kinds = inputs["token_type_ids"]
-            longer["token_type_ids"] = torch.cat([kinds, torch.zeros_like(more)], 1)
+        for key in {"token_type_ids", "mm_token_type_ids"} & set(inputs):
+            longer[key] = torch.cat([inputs[key], torch.zeros_like(more)], 1)
         model = vision_model(name)
         with torch.inference_mode():
             expected = model(**longer).logits[0, -3:]
@@ -126,7 +127,7 @@ def test_images_that_differ_in_one_pixel_share_no_rows(name: str) -> None:
         assert found == engine.generate(changed, 4, "baseline").token_ids
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MOVING)
 def test_a_moved_image_that_is_recomputed_equals_a_full_prefill(name: str) -> None:
     how: Any = {"reuse_moved": "always"}
     with vision_engine(name) as engine:
@@ -144,7 +145,7 @@ def test_a_moved_image_that_is_recomputed_equals_a_full_prefill(name: str) -> No
         assert towers(engine) == 1, "features are kept for a while"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MOVING)
 def test_a_repair_in_slices_equals_a_full_prefill(name: str) -> None:
     text = about(IMAGE, "Now tell me what can be seen on this picture, and what not.")
     later = about(IMAGE, text[0]["content"][1]["text"], "Please: ")

@@ -23,9 +23,19 @@ TOKENS = {
     "smolvlm": ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+    "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
 }
 """The first one is the row of an image."""
-PLACEHOLDERS = {"smolvlm": "<image>", "internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
+_IN_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDERS = {
+    "smolvlm": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+    "gemma3": "<start_of_image>",
+    "qwen2_5_vl": _IN_QWEN,
+    "qwen3_vl": _IN_QWEN,
+}
+"""What the chat template writes for an image."""
 VOCAB = 280
 FIRST_TOKEN = 260
 _VISION: dict[str, Any] = {
@@ -78,6 +88,27 @@ def vision_model(name: str) -> PreTrainedModel:
             image_token_id=FIRST_TOKEN,
         )
         model = kinds.InternVLForConditionalGeneration(config)
+    elif name == "qwen2_5_vl":
+        tower = kinds.Qwen2_5_VLConfig().vision_config.__class__(
+            depth=2, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64,
+            patch_size=PATCH, window_size=16, fullatt_block_indexes=[1], spatial_merge_size=2,
+        )  # fmt: skip
+        config = kinds.Qwen2_5_VLConfig(
+            text_config=_spatial(name, sizes), vision_config=tower, image_token_id=FIRST_TOKEN,
+            video_token_id=FIRST_TOKEN + 3, vision_start_token_id=FIRST_TOKEN + 1,
+        )  # fmt: skip
+        model = kinds.Qwen2_5_VLForConditionalGeneration(config)
+    elif name == "qwen3_vl":
+        tower = kinds.Qwen3VLVisionConfig(
+            depth=2, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64,
+            patch_size=PATCH, spatial_merge_size=2, num_position_embeddings=144,
+            deepstack_visual_indexes=[0, 1],
+        )  # fmt: skip
+        config = kinds.Qwen3VLConfig(
+            text_config=_spatial(name, sizes), vision_config=tower, image_token_id=FIRST_TOKEN,
+            video_token_id=FIRST_TOKEN + 3, vision_start_token_id=FIRST_TOKEN + 1,
+        )  # fmt: skip
+        model = kinds.Qwen3VLForConditionalGeneration(config)
     else:
         tower = kinds.SiglipVisionConfig(**_VISION, image_size=SIDE, patch_size=PATCH)
         config = kinds.Gemma3Config(
@@ -98,6 +129,21 @@ def vision_model(name: str) -> PreTrainedModel:
     return model.eval().to(DEVICE)
 
 
+def _spatial(name: str, sizes: dict[str, Any]) -> Any:
+    """The text part of a model that numbers the rows of images in three dimensions."""
+    options = {
+        **tiny_config("qwen2").to_dict(), **sizes, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }  # fmt: skip
+    for key in ("model_type", "layer_types", "architectures"):
+        options.pop(key, None)
+    kinds = {
+        "qwen2_5_vl": transformers.Qwen2_5_VLTextConfig,
+        "qwen3_vl": transformers.Qwen3VLTextConfig,
+    }
+    return kinds[name](**options)
+
+
 def image_processor(name: str) -> Any:
     """The family's image processor, for tiles of ``SIDE`` pixels."""
     kinds = transformers
@@ -108,6 +154,9 @@ def image_processor(name: str) -> Any:
     size = {"height": SIDE, "width": SIDE}
     if name == "internvl":
         return kinds.GotOcr2ImageProcessorPil(size=size, min_patches=1, max_patches=4)
+    if name.startswith("qwen"):
+        area = {"shortest_edge": 64, "longest_edge": 48 * 48}
+        return kinds.Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=area)
     return kinds.Gemma3ImageProcessorPil(size=size)
 
 
@@ -161,10 +210,12 @@ def stock_inputs(name: str, engine: KVBoost, messages: Any) -> dict[str, torch.T
     found = image_processor(name)(
         [images] if name == "smolvlm" else images, return_tensors="pt", **_OPTIONS.get(name, {})
     )
-    names = ("pixel_values", "pixel_attention_mask")
+    names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     inputs = {key: found[key] for key in names if key in found}
     if name == "gemma3":
         inputs["token_type_ids"] = (ids == FIRST_TOKEN).long()
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (ids == FIRST_TOKEN).long()
     return {"input_ids": ids, **inputs}
 
 

@@ -41,7 +41,8 @@ class ImageRows:
     rows: torch.Tensor
     """Their numbers in the segment, ``[rows]``, on the host."""
     features: torch.Tensor
-    """``[rows, width]``, on the model's device."""
+    """``[rows, parts, width]``, on the model's device: what replaces the embeddings of tokens, and
+    what is added to the rows after each of the first layers (DeepStack)."""
     ahead: tuple[tuple[int, int], ...] = ()
     """Positions ``[start, end)`` of images whose rows also attend to those after them, up to the
     end. All of these are in the request's KV, or in the segment."""
@@ -90,7 +91,9 @@ class Segment:
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
     before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
-    its hook sees, in a forward of its own. ``images``: which rows are those of images.
+    its hook sees, in a forward of its own. ``images``: which rows are those of images. ``places``,
+    ``[3, rows]`` on the host: what the rows are rotated by in time, height and width, if that is
+    not their positions (M-RoPE).
     """
 
     kv: RequestKV
@@ -108,6 +111,7 @@ class Segment:
     beside_ahead: Segment | None = None
     observes: bool = False
     images: ImageRows | None = None
+    places: torch.Tensor | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_masks: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 

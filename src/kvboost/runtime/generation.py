@@ -320,6 +320,7 @@ class Generation:
                 and (beside is None or following is not None),
                 beside=beside,
                 beside_ahead=following,
+                places=self._sight.places(range(start, end + len(draft))),
             )
             if healing is not None and beside is not None:
                 healing.computed(beside)
@@ -381,6 +382,7 @@ class Generation:
             num_logits,
             as_stock=self._as_stock,
             images=images,
+            places=self._sight.places(positions),
         )
         assert isinstance(logits, torch.Tensor)
         return logits

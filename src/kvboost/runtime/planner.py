@@ -116,6 +116,10 @@ class Planner:
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
             positions = self._support.architecture.positions.value
             notes.append(f"this model uses {positions}: only exact hits are reused")
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and request.is_spatial:
+            notes.append(
+                "this model places rows after an image by its size: only exact hits are reused"
+            )
         if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
             notes.append(
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
@@ -140,7 +144,7 @@ class Planner:
         """Why text is not moved, whatever is cached; empty if it may be."""
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return "mode"
-        return "" if self._moves else "model"
+        return "" if self._moves and not request.is_spatial else "model"
 
     def _cacheable(self, request: Request) -> int:
         """How many of the first rows the cache may serve."""

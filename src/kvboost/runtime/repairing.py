@@ -52,6 +52,7 @@ class Repairing:
             state.clock.lap("probe" if isinstance(some, Part) else "repair")
             segment = self._segment(some)
             segment.images = yield from self._sight.rows(some.positions)
+            segment.places = self._sight.places(some.positions)
             result = yield segment
             assert isinstance(result, torch.Tensor)
             given = result

@@ -53,6 +53,11 @@ class Request:
     """The images of its prompt."""
 
     @property
+    def is_spatial(self) -> bool:
+        """Whether its rows have places that are not their numbers: see ``PlacedImages``."""
+        return self.images is not None and self.images.is_spatial
+
+    @property
     def vocabulary_ids(self) -> TokenIds:
         """The prompt's tokens as the model's vocabulary has them, also where images are."""
         return self.token_ids if self.images is None else self.images.plain(self.token_ids)

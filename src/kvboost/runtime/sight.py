@@ -34,6 +34,13 @@ class Sight:
             return ()
         return tuple((image.start, image.end) for image in self._images.placed)
 
+    def places(self, positions: range | torch.Tensor) -> torch.Tensor | None:
+        """What the rows at ``positions``, of the prompt or after it, are rotated by; None if that
+        is their positions."""
+        if self._images is None or not self._images.is_spatial:
+            return None
+        return torch.from_numpy(self._images.places(np.asarray(positions)))
+
     def slice_end(self, start: int, end: int) -> int:
         """Where a slice that begins at ``start`` and should end at ``end`` ends: not inside an
         image that must be whole."""

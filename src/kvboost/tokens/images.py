@@ -47,6 +47,10 @@ class FoundImage(Protocol):
     def text(self) -> str:
         """What its placeholder becomes in the text of a prompt."""
 
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Lines and columns of its rows, if the model numbers them in three dimensions."""
+
 
 class ImageReader(Protocol):
     """What turns the images of prompts into what the model reads."""
@@ -75,6 +79,8 @@ class PlacedImage:
     num_rows: int
     start: int
     end: int
+    grid: tuple[int, int] | None = None
+    """Lines and columns of its rows, if the model numbers them in three dimensions."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,36 @@ class PlacedImages:
     def plain(self, token_ids: TokenIds) -> TokenIds:
         """``token_ids`` of the prompt, or longer ones, as the model's vocabulary has them."""
         return as_token_ids(np.where(is_image_row(token_ids), self.row_id, token_ids))
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether rows have places in three dimensions, and not their numbers (M-RoPE)."""
+        return any(image.grid is not None for image in self.placed)
+
+    def places(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The places ``[3, rows]`` of rows of the prompt, and of those after it, in time, height
+        and width. Text after an image goes on where the image ends in its longer direction."""
+        known = self._places
+        after = rows - len(self.token_ids)
+        inside = np.minimum(rows, len(self.token_ids))
+        return known[:, inside] + np.maximum(after, 0)
+
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """The same for all rows of the prompt and the first one after it."""
+        places = np.zeros((3, len(self.token_ids) + 1), np.int64)
+        row = place = 0
+        for image in self.placed:
+            assert image.grid is not None
+            places[:, row : image.start] = np.arange(place, place + image.start - row)
+            place += image.start - row
+            lines, columns = image.grid
+            places[:, image.start : image.end] = place
+            places[1, image.start : image.end] += np.arange(lines).repeat(columns)
+            places[2, image.start : image.end] += np.tile(np.arange(columns), lines)
+            row, place = image.end, place + max(lines, columns)
+        places[:, row:] = np.arange(place, place + places.shape[1] - row)
+        return places
 
     def last_end(self, row: int) -> int:
         """The last row at or before ``row`` at which a hit may end."""
@@ -205,6 +241,7 @@ def place(token_ids: TokenIds, images: Sequence[FoundImage], row_id: int) -> Rea
         first += image.num_rows
         ids[own] = row_ids(image.digest, image.num_rows)
         start, end = int(own[0]), int(own[-1]) + 1
-        placed.append(PlacedImage(image.data, image.digest, image.num_rows, start, end))
+        own_place = start, end, image.grid
+        placed.append(PlacedImage(image.data, image.digest, image.num_rows, *own_place))
     whole = as_token_ids(ids)
     return ReadPrompt(whole, PlacedImages(whole, tuple(placed), row_id))

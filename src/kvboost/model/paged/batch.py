@@ -129,7 +129,8 @@ class PagedBatch(RowBatch):
             segment.position_ids(torch.device("cpu")).cpu() for segment in self.segments
         ]
         self.slots = self._find_slots()
-        self.is_fused = not self.has_hooks and not self._as_stock
+        has_images = any(segment.images is not None for segment in segments)
+        self.is_fused = not self.has_hooks and not self._as_stock and not has_images
         self._work: dict[Kind, Work] = {}
         self._rows: dict[Kind, TiledRows] = {}
 

@@ -152,7 +152,10 @@ class PagedForward:
         if self.runner is None:
             return [False] * len(segments)
         taken = [
-            segment.kv.adapter is None and segment.images is None and self.runner.takes(segment)
+            segment.kv.adapter is None
+            and segment.images is None
+            and segment.places is None
+            and self.runner.takes(segment)
             for segment in segments
         ]
         if sum(taken) > MOST_APART:

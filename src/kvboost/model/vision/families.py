@@ -18,7 +18,7 @@ class Tile:
     row: str
     """The token of each row."""
     num_rows: int
-    """Rows of one tile; an image is one tile or several."""
+    """Rows of one tile; an image is one tile or several. Of Qwen-VL, patches of one row."""
 
     @property
     def rows(self) -> str:
@@ -36,8 +36,11 @@ class Family:
     text: Callable[[Tile, Mapping[str, Any]], str]
     options: Mapping[str, Any]
     pixels: tuple[str, ...] = ("pixel_values",)
-    tile_axis: int = 0
+    tile_axis: int | None = 0
     """The axis of ``pixels`` along which tiles can be computed one after the other."""
+    grid: Callable[[Any, Mapping[str, Any]], tuple[int, int]] | None = None
+    """The lines and columns of an image's rows, from the image processor and what it returned, for
+    models that number rows in three dimensions (M-RoPE)."""
     sees_ahead: bool = False
     """Whether the rows of an image attend to those after them, up to its end."""
 
@@ -76,6 +79,25 @@ def _between_lines(tile: Tile, found: Mapping[str, Any]) -> str:
     return f"\n\n<start_of_image>{tile.rows}<end_of_image>\n\n"
 
 
+def _row_by_row(tile: Tile, found: Mapping[str, Any]) -> str:
+    """Qwen-VL: a row for each group of patches that are merged; the template has the brackets."""
+    return tile.row * (int(found["image_grid_thw"][0].prod()) // tile.num_rows)
+
+
+def _merged_grid(processor: Any, found: Mapping[str, Any]) -> tuple[int, int]:
+    _, lines, columns = found["image_grid_thw"][0].tolist()
+    return lines // processor.merge_size, columns // processor.merge_size
+
+
+_QWEN = Family(
+    "<|image_pad|>",
+    lambda config: config.vision_config.spatial_merge_size**2,
+    _row_by_row,
+    {},
+    ("pixel_values", "image_grid_thw"),
+    tile_axis=None,
+    grid=_merged_grid,
+)
 _IDEFICS = Family(
     "<image>",
     lambda config: _patches(config) / config.scale_factor**2,
@@ -99,6 +121,10 @@ FAMILIES: dict[str, Family] = {
         _in_brackets,
         {"crop_to_patches": True},
     ),
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "smolvlm": _IDEFICS,
 }
 """By model type."""

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,8 @@ class FoundImage:
     digest: bytes
     num_rows: int
     text: str
+    grid: tuple[int, int] | None = None
+    """Lines and columns of its rows, if the model numbers them in three dimensions."""
 
 
 class ImageReader:
@@ -84,16 +86,16 @@ class ImageReader:
         with self._lock:
             known = self._found.get(name)
         if known is not None:
-            return FoundImage(data, known.digest, known.num_rows, known.text)
-        pixels, text = self._process(data, limits)
+            return replace(known, data=data)
+        pixels, text, grid = self._process(data, limits)
         digest = _digest(self._model_type, text, pixels)
         rows = text.count(self._tile.row)
         with self._lock:
-            self._found[name] = FoundImage(b"", digest, rows, text)
+            self._found[name] = FoundImage(b"", digest, rows, text, grid)
             while len(self._found) > KEPT_IMAGES:
                 self._found.popitem(last=False)
         self._keep(digest, pixels)
-        return FoundImage(data, digest, rows, text)
+        return FoundImage(data, digest, rows, text, grid)
 
     def pixels(self, data: bytes, digest: bytes) -> Pixels:
         """What the vision tower takes of an image that was read, here or in another process."""
@@ -101,7 +103,7 @@ class ImageReader:
             if (known := self._pixels.get(digest)) is not None:
                 self._pixels.move_to_end(digest)
                 return known
-        pixels, text = self._process(data, _ANY)
+        pixels, text, _ = self._process(data, _ANY)
         if _digest(self._model_type, text, pixels) != digest:
             raise ModelError(
                 "an image was read as another one before: the processes of this server have "
@@ -110,8 +112,10 @@ class ImageReader:
         self._keep(digest, pixels)
         return pixels
 
-    def _process(self, data: bytes, limits: ImageLimits) -> tuple[Pixels, str]:
-        """What the tower takes, and the text of the image."""
+    def _process(
+        self, data: bytes, limits: ImageLimits
+    ) -> tuple[Pixels, str, tuple[int, int] | None]:
+        """What the tower takes, the text of the image, and its grid."""
         image = open_image(data, limits)
         try:
             found = self._processor([image], return_tensors="pt", **self.family.options)
@@ -120,8 +124,10 @@ class ImageReader:
                 f"an image of {image.width} x {image.height} pixels cannot be scaled for this "
                 f"model: {error}"
             ) from None
-        text = self.family.text(self._tile, found)
-        return {name: found[name] for name in self.family.pixels if name in found}, text
+        family = self.family
+        text = family.text(self._tile, found)
+        grid = None if family.grid is None else family.grid(self._processor, found)
+        return {name: found[name] for name in family.pixels if name in found}, text, grid
 
     def _keep(self, digest: bytes, pixels: Pixels) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,9 @@ between two."""
 
 
 class VisionTower:
-    """Makes the features of images: one row of the width of the model's embeddings for each row of
-    the prompt. Features that were used last are kept. Thread-safe."""
+    """Makes the features of images: for each row of the prompt what replaces the embedding of a
+    token, and what is added after each of the first layers, if the model does that (DeepStack).
+    Features that were used last are kept. Thread-safe."""
 
     def __init__(self, forward: Forward, reader: ImageReader) -> None:
         self._forward = forward
@@ -41,22 +42,24 @@ class VisionTower:
     def features(
         self, data: bytes, digest: bytes, num_rows: int
     ) -> Generator[None, object, torch.Tensor]:
-        """The features ``[num_rows, width]`` of an image, on the model's device. Yields between its
-        parts."""
+        """The features ``[num_rows, parts, width]`` of an image, on the model's device. Yields
+        between its tiles."""
         with self._lock:
             if (known := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
                 return known
         pixels = self.reader.pixels(data, digest)
         axis = self.reader.family.tile_axis
-        total = pixels["pixel_values"].shape[axis]
+        total = 1 if axis is None else pixels["pixel_values"].shape[axis]
         step = 1 if self._forward.device.type == "cpu" else TILES_ON_GPU
         parts: list[torch.Tensor] = []
         for start in range(0, total, step):
             if parts:
                 yield None
-            count = min(step, total - start)
-            tiles = {name: one.narrow(axis, start, count) for name, one in pixels.items()}
+            tiles = pixels
+            if axis is not None:
+                count = min(step, total - start)
+                tiles = {name: one.narrow(axis, start, count) for name, one in pixels.items()}
             parts.append(self._run(tiles))
         self.num_images += 1
         found = torch.cat(parts)
@@ -71,10 +74,10 @@ class VisionTower:
         with forward.lock, torch.inference_mode():
             given = {name: one.to(forward.device) for name, one in tiles.items()}
             given["pixel_values"] = given["pixel_values"].to(forward.dtype)
-            found: Any = forward.model.get_image_features(**given, return_dict=True).pooler_output
-            if isinstance(found, (list, tuple)):
-                found = torch.cat(found)
-            return found.reshape(-1, found.shape[-1]).to(forward.dtype)
+            found: Any = forward.model.get_image_features(**given, return_dict=True)
+            deep = getattr(found, "deepstack_features", None) or ()
+            parts = [_rows(part) for part in (found.pooler_output, *deep)]
+            return torch.stack(parts, 1).to(forward.dtype)
 
     def _keep(self, digest: bytes, features: torch.Tensor) -> None:
         with self._lock:
@@ -85,3 +88,9 @@ class VisionTower:
             while self._kept_bytes > KEPT_FEATURE_BYTES and len(self._kept) > 1:
                 _, old = self._kept.popitem(last=False)
                 self._kept_bytes -= old.nbytes
+
+
+def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a tower gives, for each image or tile or for all, as ``[rows, width]``."""
+    whole = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return whole.reshape(-1, whole.shape[-1])

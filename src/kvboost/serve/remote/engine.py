@@ -37,7 +37,10 @@ _KEPT_HEALING = 16
 def wire_images(prompt: ReadPrompt) -> list[WireImage]:
     """The images of a prompt as a part of a message: as files, which are small."""
     placed = () if prompt.images is None else prompt.images.placed
-    return [WireImage(one.data, one.digest, one.num_rows, one.start, one.end) for one in placed]
+    return [
+        WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        for one in placed
+    ]
 
 
 class RemoteGrammars:

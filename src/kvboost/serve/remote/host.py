@@ -245,6 +245,7 @@ def _prompt_of(ask: Ask) -> TokenIds | ReadPrompt:
     if not ask.images:
         return ids
     placed = tuple(
-        PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end) for one in ask.images
+        PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        for one in ask.images
     )
     return ReadPrompt(ids, PlacedImages(ids, placed, ask.row_id))

@@ -37,6 +37,7 @@ class WireImage(msgspec.Struct, array_like=True):
     num_rows: int
     start: int
     end: int
+    grid: tuple[int, int] | None
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
