@@ -19,6 +19,7 @@ from vision_models import about, file_of, picture, stock_inputs, vision_engine, 
 MOVING = ("smolvlm", "internvl", "gemma3")
 SPATIAL = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*MOVING, *SPATIAL)
+"""Those of which each does something else. Idefics 3 does what SmolVLM does."""
 IMAGE = picture(1, 50, 30)
 QUESTION = about(IMAGE, "What is this?", "Look: ")
 MOVED = about(IMAGE, "What is this?", "Before you look, think of something else entirely: ")
@@ -46,7 +47,7 @@ def end_of_exact(result: GenerationResult) -> int:
     return max((span.end for span in result.reuse.spans if span.kind is SpanKind.EXACT), default=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", (*FAMILIES, "idefics3"))
 def test_logits_and_greedy_tokens_are_those_of_stock_transformers(name: str) -> None:
     two = about(picture(2), "Which is larger?", "One: ")[0]["content"] + QUESTION[0]["content"]
     for messages in (QUESTION, [{"role": "user", "content": two}]):

@@ -139,7 +139,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _SIZES),
     "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
 }
-SEEING = ("internvl", "gemma3", "gemma4")
+SEEING = ("internvl", "gemma3", "gemma4", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
@@ -167,6 +167,10 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
 
 def seeing_model(name: str) -> PreTrainedModel:
     """A text model beside a vision tower, as transformers ships Gemma and InternLM's family."""
+    if name not in ("internvl", "gemma3", "gemma4"):
+        from vision_models import make_vision_model  # which imports this module
+
+        return make_vision_model(name)
     torch.manual_seed(0)
     vision: dict[str, Any] = {
         "hidden_size": 32,

@@ -19,8 +19,10 @@ from tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config
 SIDE = 24
 """Pixels of a tile."""
 PATCH = 4
+_IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
 TOKENS = {
-    "smolvlm": ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
+    "smolvlm": _IDEFICS,
+    "idefics3": _IDEFICS,
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>"),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
@@ -30,6 +32,7 @@ TOKENS = {
 _IN_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 PLACEHOLDERS = {
     "smolvlm": "<image>",
+    "idefics3": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "gemma3": "<start_of_image>",
     "qwen2_5_vl": _IN_QWEN,
@@ -63,21 +66,26 @@ def vision_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 @functools.cache
 def vision_model(name: str) -> PreTrainedModel:
-    """The same random model every time."""
+    """One model for all tests of a process."""
+    return make_vision_model(name)
+
+
+def make_vision_model(name: str) -> PreTrainedModel:
+    """A random model, the same one every time."""
     torch.manual_seed(0)
     kinds, context = transformers, 2 * CONTEXT
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": context}
-    if name == "smolvlm":
-        tower = kinds.SmolVLMVisionConfig(**_VISION, image_size=SIDE, patch_size=PATCH)
-        text = tiny_config("llama", **sizes)
-        config = kinds.SmolVLMConfig(
+    if name in ("smolvlm", "idefics3"):
+        kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[name]
+        tower = getattr(kinds, f"{kind}VisionConfig")(**_VISION, image_size=SIDE, patch_size=PATCH)
+        config = getattr(kinds, f"{kind}Config")(
             vision_config=tower,
-            text_config=text,
+            text_config=tiny_config("llama", **sizes),
             scale_factor=2,
             image_token_id=FIRST_TOKEN,
             pad_token_id=256,
         )
-        model: Any = kinds.SmolVLMForConditionalGeneration(config)
+        model: Any = getattr(kinds, f"{kind}ForConditionalGeneration")(config)
     elif name == "internvl":
         tower = kinds.InternVLVisionConfig(
             **_VISION, image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]
@@ -147,8 +155,9 @@ def _spatial(name: str, sizes: dict[str, Any]) -> Any:
 def image_processor(name: str) -> Any:
     """The family's image processor, for tiles of ``SIDE`` pixels."""
     kinds = transformers
-    if name == "smolvlm":
-        return kinds.SmolVLMImageProcessorPil(
+    if name in ("smolvlm", "idefics3"):
+        kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[name]
+        return getattr(kinds, f"{kind}ImageProcessorPil")(
             size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
         )
     size = {"height": SIDE, "width": SIDE}
@@ -208,7 +217,9 @@ def stock_inputs(name: str, engine: KVBoost, messages: Any) -> dict[str, torch.T
         if part["type"] == "image"
     ]
     found = image_processor(name)(
-        [images] if name == "smolvlm" else images, return_tensors="pt", **_OPTIONS.get(name, {})
+        [images] if name in ("smolvlm", "idefics3") else images,
+        return_tensors="pt",
+        **_OPTIONS.get(name, {}),
     )
     names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     inputs = {key: found[key] for key in names if key in found}

@@ -122,9 +122,7 @@ FAMILIES: dict[str, Family] = {
         {"crop_to_patches": True},
     ),
     "qwen2_5_vl": _QWEN,
-    "qwen2_vl": _QWEN,
     "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
     "smolvlm": _IDEFICS,
 }
 """By model type."""
