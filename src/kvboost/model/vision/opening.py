@@ -58,7 +58,10 @@ def open_image(data: bytes, limits: ImageLimits) -> Image:
                 "times the other; crop it"
             )
         try:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode == "P" and "transparency" in upright.info:
+                upright = upright.convert("RGBA")  # Pillow warns about the direct way
+            return upright.convert("RGB")
         except Exception as error:  # decoders raise whatever they run into
             raise ImageError(
                 f"an image in the format {image.format} cannot be decoded, as if it was cut off: "
