@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
@@ -266,6 +267,22 @@ def test_an_image_that_cannot_be_used_is_refused() -> None:
         pytest.raises(ImageError, match=r"it is a llama model, and it reads text only; choose"),
     ):
         engine.generate(QUESTION, 1)
+
+
+def test_adapters_of_the_text_go_with_images_and_those_of_the_tower_do_not(tmp_path: Path) -> None:
+    model = vision_model("smolvlm")
+    whole = write_adapter(tmp_path / "whole", model, targets=("q_proj",))
+    text = write_adapter(tmp_path / "text", model, targets=("gate_proj", "down_proj"))
+    with vision_engine("smolvlm") as engine:
+        engine.load_adapter("whole", whole)
+        with pytest.raises(ImageError, match="the adapter 'whole' changes how the model sees"):
+            engine.generate(QUESTION, 1, adapter="whole")
+        assert engine.generate("No image.", 1, adapter="whole").token_ids
+        engine.load_adapter("text", text)
+        plain = engine.generate(QUESTION, 8).token_ids
+        changed = engine.generate(QUESTION, 8, adapter="text").token_ids
+        assert changed == engine.generate(QUESTION, 8, "baseline", adapter="text").token_ids
+        assert changed != plain and towers(engine) == 1, "the adapter does not change features"
 
 
 def test_the_engines_own_token_of_images_is_refused_in_text() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.unsupported import WHY_NOT
+from kvboost.model.vision.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -166,13 +167,26 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     return Support(model_type, architecture, min(limits, default=None), switches)
 
 
+IMAGES = {
+    "moved": ", and so are images",
+    "exact": "; it reads images, and prompts with images are reused exactly",
+    "": "",
+}
+
+
+def how_images_are_reused(model_type: str) -> str:
+    """``"exact"`` or ``"moved"``; empty if KVBoost reads no images for this model type."""
+    family = FAMILIES.get(model_type)
+    return "" if family is None else "moved" if family.grid is None else "exact"
+
+
 def what_is_reused(model_type: str) -> str:
     """What of a model type's text is reused, in words; why not, if nothing is."""
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
     if architecture.positions is Positions.ROPE:
-        return "exact and moved text is reused"
+        return f"exact and moved text is reused{IMAGES[how_images_are_reused(model_type)]}"
     return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvboost.config import GenerationMode, SamplingParams, within
-from kvboost.errors import ContextLengthError, PromptError
+from kvboost.errors import ContextLengthError, ImageError, PromptError
 from kvboost.results import Clock
 from kvboost.runtime.lifetime import Lifetime
 from kvboost.runtime.options import (
@@ -129,7 +129,15 @@ class Requests:
         if runs:
             _check_images(prompt)
         how: dict[str, Any] = dict(reuse)
-        applied = self._runtime.adapters.applied(how.pop("adapter", None), token_ids)
+        name = how.pop("adapter", None)
+        applied = self._runtime.adapters.applied(name, token_ids)
+        vision = self._runtime.model.vision
+        if images is not None and applied is not None and not isinstance(vision, str):
+            if vision.is_changed_by(applied.adapter.deltas):
+                raise ImageError(
+                    f"the adapter {name!r} changes how the model sees, which is not supported; "
+                    "send no images with it"
+                )
         longest = self._runtime.model.context_length
         if longest is not None and len(token_ids) >= longest:
             raise ContextLengthError(len(token_ids), longest)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,17 @@ class VisionTower:
     def sees_ahead(self) -> bool:
         """Whether the rows of an image attend to those after them, up to its end."""
         return self.reader.family.sees_ahead
+
+    @cached_property
+    def _text_modules(self) -> frozenset[str]:
+        """The paths of the modules that no image goes through on its way to its rows."""
+        model = self._forward.model
+        text = set(map(id, model.get_decoder().modules())) | {id(model.get_output_embeddings())}
+        return frozenset(name for name, one in model.named_modules() if id(one) in text)
+
+    def is_changed_by(self, modules: Iterable[str]) -> bool:
+        """Whether an adapter of these modules, by their paths, changes how the model sees."""
+        return not self._text_modules.issuperset(modules)
 
     def features(
         self, data: bytes, digest: bytes, num_rows: int
