@@ -34,7 +34,7 @@ def gif_of_frames() -> bytes:
 PNG = file_of(picture())
 FILES: dict[str, tuple[bytes, str]] = {
     "a bomb": (png_of_size(60_000, 60_000), "too many pixels"),
-    "a smaller bomb": (png_of_size(9_000, 9_000), "has 9000 x 9000 pixels; at most 50,000,000"),
+    "a smaller bomb": (png_of_size(9_000, 9_000), "has 9000 x 9000 pixels; at most 24,000,000"),
     "a line": (png_of_size(30_000, 1), "one side may be at most 200 times the other"),
     "cut off": (PNG[: len(PNG) // 2], "cannot be decoded, as if it was cut off"),
     "cut off in its head": (PNG[:20], "no image in one of the formats"),

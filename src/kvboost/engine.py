@@ -117,7 +117,7 @@ class KVBoost(TextCache):
         - drafts: ``speculate="auto"``, ``draft_model=None``
         - quantised models: ``weights="auto"``
         - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
-        - images: ``max_images=32``, ``max_image_bytes="20MiB"``, ``max_image_pixels=50_000_000``
+        - images: ``max_images=32``, ``max_image_bytes="20MiB"``, ``max_image_pixels=24_000_000``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as

@@ -16,7 +16,7 @@ from vision_models import about, picture, vision_engine
 def test_slices_do_not_end_inside_images_that_see_ahead() -> None:
     with vision_engine("gemma3") as engine:
         state = engine._requests.begin(about(picture(), "What?", "Look: "), 1, "baseline", {})
-        sight = Sight(engine._model.vision, state.request)
+        sight = Sight(engine._model.vision, state)
         ((start, end),) = sight.whole
         assert sight.slice_end(0, start + 3) == start
         assert sight.slice_end(start, start + 3) == end
@@ -29,7 +29,7 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
         prompt: Any = about(picture(), "What?", "Look: ")
         prompt[0]["content"] += about(picture(2), "And that?")[0]["content"]
         state = engine._requests.begin(prompt, 1, "baseline", {})
-        sight = Sight(engine._model.vision, state.request)
+        sight = Sight(engine._model.vision, state)
 
         def rows(positions: Any) -> Any:
             steps = sight.rows(positions)

@@ -154,8 +154,8 @@ class EngineConfig:
     """The most images of a prompt."""
     max_image_bytes: int = 20 * 1024**2
     """The largest file of an image."""
-    max_image_pixels: int = 50_000_000
-    """The most pixels of an image before it is scaled down: decoding takes three bytes for each."""
+    max_image_pixels: int = 24_000_000
+    """The most pixels of an image before it is scaled down: that takes ten bytes for each."""
 
     @property
     def image_limits(self) -> ImageLimits:

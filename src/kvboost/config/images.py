@@ -12,5 +12,5 @@ class ImageLimits:
     max_images: int = 32
     max_bytes: int = 20 * 1024**2
     """Of the file of one image."""
-    max_pixels: int = 50_000_000
+    max_pixels: int = 24_000_000
     """Of one image, before it is scaled down."""

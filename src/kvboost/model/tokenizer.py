@@ -97,9 +97,10 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._fast is not None:
             return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        size = self.size  # rows of images have larger ids
         return str(
             self.hf.decode(
-                list(ids),
+                [token for token in ids if token < size],
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=False,
             )

@@ -69,7 +69,7 @@ class Generation:
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
         self._drafts = Drafts(state)
-        self._sight = Sight(runtime.model.vision, state.request)
+        self._sight = Sight(runtime.model.vision, state)
         self._rows_run = 0
         """Rows of the forward that the next token comes from; 0 if it was drafted."""
 

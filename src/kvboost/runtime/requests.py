@@ -8,6 +8,8 @@ from typing import Any
 
 from kvboost.config import GenerationMode, SamplingParams, within
 from kvboost.errors import ContextLengthError, ImageError, PromptError
+from kvboost.model.adapters.adapter import Adapter
+from kvboost.model.vision.tower import VisionTower
 from kvboost.results import Clock
 from kvboost.runtime.lifetime import Lifetime
 from kvboost.runtime.options import (
@@ -131,13 +133,8 @@ class Requests:
         how: dict[str, Any] = dict(reuse)
         name = how.pop("adapter", None)
         applied = self._runtime.adapters.applied(name, token_ids)
-        vision = self._runtime.model.vision
-        if images is not None and applied is not None and not isinstance(vision, str):
-            if vision.is_changed_by(applied.adapter.deltas):
-                raise ImageError(
-                    f"the adapter {name!r} changes how the model sees, which is not supported; "
-                    "send no images with it"
-                )
+        if applied is not None and images is not None:
+            _check_sight(self._runtime.model.vision, applied.adapter, name)
         longest = self._runtime.model.context_length
         if longest is not None and len(token_ids) >= longest:
             raise ContextLengthError(len(token_ids), longest)
@@ -157,6 +154,15 @@ class Requests:
             config.speculate if speculate is None else speculate,
             images,
             **how,
+        )
+
+
+def _check_sight(vision: VisionTower | str, adapter: Adapter, name: str) -> None:
+    """Raises ImageError if an adapter changes what images become."""
+    if isinstance(vision, str) or vision.is_changed_by(adapter.deltas):
+        raise ImageError(
+            f"the adapter {name!r} changes how the model sees, which is not supported; send no "
+            "images with it"
         )
 
 

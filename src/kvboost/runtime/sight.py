@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from kvboost.model.segment import ImageRows
-from kvboost.model.vision.tower import VisionTower
-from kvboost.runtime.computing import Computing
-from kvboost.runtime.request import Request
+from kvboost.model.vision.tower import Awaited, VisionTower
+from kvboost.runtime.computing import Computing, await_device
+from kvboost.runtime.request import RequestState
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import is_image_row
 
@@ -19,12 +20,27 @@ class Sight:
     """Gives segments the features of images. The tower runs only for images that have rows to
     compute."""
 
-    def __init__(self, vision: VisionTower | str, request: Request) -> None:
+    def __init__(self, vision: VisionTower | str, state: RequestState) -> None:
+        request = state.request
         self._vision = vision
+        self._state = state
         self._images = request.images
         self.token_ids: TokenIds = request.vocabulary_ids
         """The prompt's tokens as the model takes them."""
         self._features: dict[bytes, torch.Tensor] = {}
+
+    def _make(self, steps: Generator[Awaited, object, torch.Tensor]) -> Computing[torch.Tensor]:
+        """The features that ``steps`` make. Pauses where they do."""
+        while True:
+            try:
+                is_done = next(steps)
+            except StopIteration as end:
+                features: torch.Tensor = end.value
+                return features
+            if is_done is None:
+                yield None
+            else:
+                yield from await_device(self._state, is_done)
 
     @cached_property
     def whole(self) -> tuple[tuple[int, int], ...]:
@@ -67,8 +83,8 @@ class Sight:
             if not len(own):
                 continue
             if image.digest not in self._features:
-                made = yield from self._vision.features(image.data, image.digest, image.num_rows)
-                self._features[image.digest] = made
+                steps = self._vision.features(image.data, image.digest, image.num_rows)
+                self._features[image.digest] = yield from self._make(steps)
             every = self._features[image.digest]
             places = images.ends[where[own]] - images.ends[image.start]
             rows.append(torch.from_numpy(own))

@@ -17,7 +17,7 @@ from kvboost.serve import records
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, internal
 from kvboost.serve.logprobs import TokenReader
-from kvboost.serve.prompts import ids_of, read
+from kvboost.serve.prompts import ids_of, read, size_of
 from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
@@ -239,7 +239,7 @@ async def open_answers(
         suffix=call.suffix,
     )
     prompts = [
-        await server.workers.tokenize(call.tenant, call.size, work, prompt)
+        await server.workers.tokenize(call.tenant, size_of(prompt, call.size), work, prompt)
         for prompt in call.prompts
     ]
     wants_logprobs = call.options.get("logprobs") is not None

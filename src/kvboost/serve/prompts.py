@@ -10,6 +10,7 @@ from kvboost.errors import ContextLengthError, PromptError
 from kvboost.serve.documents import Document
 from kvboost.serve.errors import ApiError, context_exceeded
 from kvboost.serve.json_text import written_json
+from kvboost.serve.workers import LARGE_BYTES
 from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, has_images
 
@@ -35,6 +36,12 @@ def encode(engine: KVBoost, prompt: Prompt, **options: Any) -> list[int]:
 
 def ids_of(found: Read) -> list[int]:
     return found.token_ids.tolist() if isinstance(found, ReadPrompt) else found
+
+
+def size_of(prompt: Prompt, size: int) -> int:
+    """What reading a prompt of ``size`` characters counts for. Small files may be large images."""
+    is_large = isinstance(prompt, Conversation) and has_images(prompt)
+    return max(size, LARGE_BYTES) if is_large else size
 
 
 def read(

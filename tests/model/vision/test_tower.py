@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
+from kvboost import ImageError, KVBoost
 from kvboost.config import ImageLimits
 from kvboost.model.vision import tower as module
 from kvboost.model.vision.tower import VisionTower
@@ -43,6 +44,38 @@ def test_others_run_between_two_tiles(engine: KVBoost) -> None:
     assert pauses == features.shape[0] // 9 - 1 > 0
     again, pauses = run(tower, WIDE)
     assert again is features and pauses == 0 and tower.num_images == 1
+
+
+def test_others_run_while_a_thread_decodes(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the pixels are not at hand, as in the engine's process beside an API process."""
+    tower: Any = engine._model.vision
+    expected, _ = run(tower, WIDE)
+    found = tower.reader.read(WIDE, ImageLimits())
+    tower._kept.clear()
+    tower.reader._pixels.clear()
+    go, read = threading.Event(), tower.reader.pixels
+
+    def slowly(*given: Any) -> Any:
+        assert go.wait(20)
+        return read(*given)
+
+    monkeypatch.setattr(tower.reader, "pixels", slowly)
+    steps = tower.features(WIDE, found.digest, found.num_rows)
+    is_done = next(steps)
+    assert not is_done() and next(steps) is not None
+    go.set()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            assert torch.equal(end.value, expected)
+            break
+    tower._kept.clear()
+    tower.reader._pixels.clear()
+    with pytest.raises(ImageError):
+        list(tower.features(b"no image", b"digest", 1))
 
 
 def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Pixels = dict[str, torch.Tensor]
 """What a vision tower takes, by the names of its arguments."""
 
+DECODERS = 2
+"""Images that are decoded at once: each takes ten bytes for a pixel meanwhile."""
 KEPT_PIXEL_BYTES = 256 * 1024**2
 KEPT_IMAGES = 4096
 """Digests that are known of files."""
@@ -59,6 +61,7 @@ class ImageReader:
         self.row_id = row_id
         self._processor = processor
         self._lock = threading.Lock()
+        self._decoders = threading.Semaphore(DECODERS)
         self._found: OrderedDict[bytes, FoundImage] = OrderedDict()
         """By the hash of the file, without the file."""
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
@@ -97,12 +100,17 @@ class ImageReader:
         self._keep(digest, pixels)
         return FoundImage(data, digest, rows, text, grid)
 
-    def pixels(self, data: bytes, digest: bytes) -> Pixels:
-        """What the vision tower takes of an image that was read, here or in another process."""
+    def kept_pixels(self, digest: bytes) -> Pixels | None:
+        """What the vision tower takes of an image, if that was made a short while ago."""
         with self._lock:
-            if (known := self._pixels.get(digest)) is not None:
+            if digest in self._pixels:
                 self._pixels.move_to_end(digest)
-                return known
+            return self._pixels.get(digest)
+
+    def pixels(self, data: bytes, digest: bytes) -> Pixels:
+        """The same of an image that was read, here or in another process."""
+        if (known := self.kept_pixels(digest)) is not None:
+            return known
         pixels, text, _ = self._process(data, _ANY)
         if _digest(self._model_type, text, pixels) != digest:
             raise ModelError(
@@ -116,6 +124,12 @@ class ImageReader:
         self, data: bytes, limits: ImageLimits
     ) -> tuple[Pixels, str, tuple[int, int] | None]:
         """What the tower takes, the text of the image, and its grid."""
+        with self._decoders:
+            return self._decode(data, limits)
+
+    def _decode(
+        self, data: bytes, limits: ImageLimits
+    ) -> tuple[Pixels, str, tuple[int, int] | None]:
         image = open_image(data, limits)
         try:
             found = self._processor([image], return_tensors="pt", **self.family.options)

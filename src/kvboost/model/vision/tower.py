@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from kvboost.model.forward import Forward
 
 KEPT_FEATURE_BYTES = 256 * 1024**2
+Awaited = Callable[[], bool] | None
+"""Whether what a request waits for is there; None if it waits for nothing."""
+POLL_SECONDS = 0.005
+"""How long to wait for another thread before others run again, if there is nothing else to do."""
 TILES_ON_GPU = 16
 """Tiles of an image that go through the tower together; on a CPU one, so that others can run
 between two."""
@@ -53,14 +58,20 @@ class VisionTower:
 
     def features(
         self, data: bytes, digest: bytes, num_rows: int
-    ) -> Generator[None, object, torch.Tensor]:
+    ) -> Generator[Awaited, object, torch.Tensor]:
         """The features ``[num_rows, parts, width]`` of an image, on the model's device. Yields
-        between its tiles."""
+        between its tiles, and while another thread decodes it: what tells whether it has."""
         with self._lock:
             if (known := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
                 return known
-        pixels = self.reader.pixels(data, digest)
+        pixels = self.reader.kept_pixels(digest)
+        if pixels is None:
+            decoded = _in_thread(partial(self.reader.pixels, data, digest))
+            while not decoded.done():
+                yield decoded.done
+                wait([decoded], timeout=POLL_SECONDS)
+            pixels = decoded.result()
         axis = self.reader.family.tile_axis
         total = 1 if axis is None else pixels["pixel_values"].shape[axis]
         step = 1 if self._forward.device.type == "cpu" else TILES_ON_GPU
@@ -100,6 +111,20 @@ class VisionTower:
             while self._kept_bytes > KEPT_FEATURE_BYTES and len(self._kept) > 1:
                 _, old = self._kept.popitem(last=False)
                 self._kept_bytes -= old.nbytes
+
+
+def _in_thread(work: Callable[[], Pixels]) -> Future[Pixels]:
+    """What ``work`` returns or raises, in a thread of its own."""
+    made: Future[Pixels] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(work())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="kvboost-image", daemon=True).start()
+    return made
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
