@@ -129,7 +129,7 @@ Included = Literal[
     "message.input_image.image_url",
 ]
 """What a response may be asked to include. Nothing of it occurs here: reasoning is not encrypted,
-and there are no built-in tools and no images."""
+there are no built-in tools, and images are in the conversation as they were sent."""
 
 
 class ResponseRequest(Body):
