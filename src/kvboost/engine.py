@@ -61,7 +61,9 @@ from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 

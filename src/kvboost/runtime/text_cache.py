@@ -32,7 +32,9 @@ from kvboost.tokens.images import ImageReader, ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 log = logging.getLogger("kvboost")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.json_text import MAX_DEPTH, depth_of
