@@ -67,6 +67,8 @@ class ReuseOptions(TypedDict, total=False):
 class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
+    ``marks`` are positions after which other prompts may go on otherwise: there, a model with
+    states keeps them.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
     can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
     engine's. ``exactness="verified"`` gives the answer of exact rows. ``speculate`` overrides the
@@ -74,6 +76,7 @@ class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
 
     keep: bool
     boundaries: Sequence[int]
+    marks: Sequence[int]
     tenant: str
     heal: str | None
     exactness: str
@@ -125,6 +128,7 @@ def make_request(
     grammar: Grammar | None = None,
     applied: AppliedAdapter | None = None,
     speculate: str | int = "auto",
+    marks: Sequence[int] = (),
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -141,6 +145,8 @@ def make_request(
         raise ConfigError(f"keep={keep!r} must be True or False")
     for place in boundaries:
         within(place, 0, len(token_ids), "boundaries")
+    for place in marks:
+        within(place, 0, len(token_ids), "marks")
     if recompute_strategy is not None:
         repair = replace(repair, strategy=recompute_strategy)
     if recompute_ratio is not None:
@@ -178,4 +184,5 @@ def make_request(
         grammar,
         applied,
         speculate,
+        tuple(marks),
     )

@@ -48,6 +48,8 @@ class Request:
     adapter: AppliedAdapter | None = None
     speculate: str | int = "auto"
     """Whether tokens are drafted, and how many at most."""
+    marks: tuple[int, ...] = ()
+    """Positions after which other prompts may go on otherwise."""
 
     @property
     def cacheable_rows(self) -> int:

@@ -68,6 +68,7 @@ class Requests:
             heal=options.get("heal"),
             exactness=options.get("exactness", "repaired"),
             speculate=options.get("speculate"),
+            marks=options.get("marks", ()),
         )
         clock.lap("tokenize")
         return RequestState(request, clock)
@@ -115,6 +116,7 @@ class Requests:
         heal: str | None = None,
         exactness: str = "repaired",
         speculate: str | int | None = None,
+        marks: Sequence[int] = (),
     ) -> Request:
         self._lifetime.check()
         how: dict[str, Any] = dict(reuse)
@@ -136,5 +138,6 @@ class Requests:
             grammar,
             applied,
             config.speculate if speculate is None else speculate,
+            marks,
             **how,
         )
