@@ -3,9 +3,9 @@
     python scripts/bench_states.py [--tokens 4096] [--repeat 3]
 
 A random model with the layers of Qwen3-Next (three of four are linear) and about 100 million
-weights reads a prefix and a question, on a CPU in float32. Then another engine state is made: the
-prefix is in the cache, and the question follows it. The last line is JSON: seconds to the first
-token, medians, and resumed divided by read.
+weights runs on a CPU in float32. It reads a prefix and a question; then the prefix alone; then it
+goes on from the prefix with other questions. The last line is JSON: medians of the seconds to the
+first token, and resumed divided by read.
 """
 
 from __future__ import annotations

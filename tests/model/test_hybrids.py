@@ -22,6 +22,7 @@ from kvboost import (
     StockModel,
     UnsupportedModelError,
 )
+from kvboost.errors import ModelError
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.load import wrap
@@ -180,6 +181,8 @@ def test_what_needs_rows_everywhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="far_kv_bytes"):
         make_engine(model, far_kv_bytes="1GiB")
     model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="do not stay packed"):
+        KVBoost.from_pretrained(tmp_path, weights="packed")
     with pytest.raises((UnsupportedModelError, ConfigError), match="tp_size=2"):
         KVBoost.from_pretrained(tmp_path, tp_size=2)
     with pytest.raises(ConfigError, match=r"draft_model=.* keeps states"):

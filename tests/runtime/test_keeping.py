@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from hybrids import hybrid_model
-from kvboost import GenerationMode, KVBoost, StockModel
+from kvboost import ConfigError, GenerationMode, KVBoost, StockModel
 from kvboost.cli.main import app
 from tiny import make_engine
 
@@ -126,6 +126,17 @@ def test_where_prompts_part_states_are_kept_for_the_next() -> None:
         assert answer(engine, system + ids_of(30, 4)) == 50
         again = engine.plan(ids_of(50, 1)[:40] + ids_of(30, 5))
         assert again.cached_tokens == 0 and "40 tokens are known" in again.notes[-1]
+
+
+def test_marks_of_a_prompt_have_states() -> None:
+    with engine_of(state_every=1000) as engine:
+        system = ids_of(50, 1)
+        answer(engine, system + ids_of(30, 2), marks=[50])
+        assert stored(engine)[50]
+        for seed in (3, 4):
+            assert answer(engine, system + ids_of(30, seed)) == 50
+        with pytest.raises(ConfigError, match="marks"):
+            engine.generate(system, marks=[51])
 
 
 def test_a_conversation_keeps_the_states_of_its_last_turns() -> None:

@@ -65,6 +65,13 @@ def test_marks_of_a_chat_are_kept(client, fake, body, expected) -> None:
     assert kept(fake) == expected
 
 
+def test_marks_reach_the_engine_before_the_prompt_is_read(client, fake) -> None:
+    ask(client, messages=[{**SYSTEM, **MARK}, HI])
+    assert fake.asked[-1]["marks"] == [len("system:sysuser:")]
+    ask(client, **MARK)  # at the end, where states are kept in any case
+    assert "marks" not in fake.asked[-1]
+
+
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "GLM-4.6", "gpt-oss-120b", "DeepSeek-V3.1"])
 @pytest.mark.parametrize("asks_again", [False, True])
 def test_a_mark_holds_in_templates_that_leave_out_reasoning(

@@ -100,9 +100,8 @@ def run(
     """Asks everything, prints a line per prompt as it is answered, then what it adds up to.
     ``quick`` asks two turns, two questions and one order."""
     salt = "demo"
-    turns, questions, orders = TURNS, CODE_QUESTIONS, ORDERS
-    if quick:
-        turns, questions, orders = turns[:2], questions[:2], orders[:1]
+    some = slice(2) if quick else slice(None)
+    turns, questions, orders = TURNS[some], CODE_QUESTIONS[some], ORDERS[:1] if quick else ORDERS
 
     def ask(title: str, prompt: list[dict[str, str]]) -> Asked:
         baseline = engine.generate(prompt, max_new_tokens, GenerationMode.BASELINE)

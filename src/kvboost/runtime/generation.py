@@ -187,7 +187,9 @@ class Generation:
         known, as other prompts may, and before its last token, for the same prompt again. Those at
         the last row that runs are kept in any case."""
         request, last = self._request, len(self._request.token_ids)
-        rows = {self._lookup.known.matched: True, request.cacheable_rows: True}
+        rows = dict.fromkeys(
+            (self._lookup.known.matched, request.cacheable_rows, *request.marks), True
+        )
         if not self._state.reads:
             rows.setdefault(last - 1, False)
         for row, lasts in rows.items():

@@ -68,6 +68,8 @@ class ReuseOptions(TypedDict, total=False):
 class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
+    ``marks`` are positions after which other prompts may go on otherwise: there, a model with
+    states keeps them.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
     can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
     engine's. ``exactness="verified"`` gives the answer of exact rows. ``speculate`` overrides the
@@ -75,6 +77,7 @@ class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
 
     keep: bool
     boundaries: Sequence[int]
+    marks: Sequence[int]
     tenant: str
     heal: str | None
     exactness: str
@@ -127,6 +130,7 @@ def make_request(
     applied: AppliedAdapter | None = None,
     speculate: str | int = "auto",
     images: PlacedImages | None = None,
+    marks: Sequence[int] = (),
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -143,6 +147,8 @@ def make_request(
         raise ConfigError(f"keep={keep!r} must be True or False")
     for place in boundaries:
         within(place, 0, len(token_ids), "boundaries")
+    for place in marks:
+        within(place, 0, len(token_ids), "marks")
     if recompute_strategy is not None:
         repair = replace(repair, strategy=recompute_strategy)
     if recompute_ratio is not None:
@@ -181,4 +187,5 @@ def make_request(
         applied,
         speculate,
         images,
+        tuple(marks),
     )

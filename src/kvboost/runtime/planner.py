@@ -13,7 +13,7 @@ from kvboost.model.compat import Support
 from kvboost.results import ReuseReport
 from kvboost.results.explaining import Decode
 from kvboost.reuse.cost import CostModel
-from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
+from kvboost.reuse.plan import LEAST_TOKENS, LIVE_TOKENS, Plan, make_plan
 from kvboost.reuse.repair import PROBE_BAND
 from kvboost.runtime.plan_facts import explainer, plan_facts
 from kvboost.runtime.request import Request
@@ -116,7 +116,7 @@ class Planner:
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
             why = self._support.architecture.why_exact_only or "keeps its keys as they are"
             notes.append(f"this model {why}: only exact hits are reused")
-        if known.matched > plan.num_known + num_shared:
+        if known.matched - plan.num_known >= LEAST_TOKENS:
             notes.append(
                 f"{known.matched:,} tokens are known, and states after {plan.num_known:,} of them: "
                 "this model goes on from there"

@@ -51,6 +51,8 @@ class Request:
     """Whether tokens are drafted, and how many at most."""
     images: PlacedImages | None = None
     """The images of its prompt."""
+    marks: tuple[int, ...] = ()
+    """Positions after which other prompts may go on otherwise."""
 
     @property
     def is_spatial(self) -> bool:

@@ -71,6 +71,7 @@ class Requests:
             heal=options.get("heal"),
             exactness=options.get("exactness", "repaired"),
             speculate=options.get("speculate"),
+            marks=options.get("marks", ()),
         )
         clock.lap("tokenize")
         return RequestState(request, clock)
@@ -126,6 +127,7 @@ class Requests:
         exactness: str = "repaired",
         speculate: str | int | None = None,
         runs: bool = True,
+        marks: Sequence[int] = (),
     ) -> Request:
         self._lifetime.check()
         token_ids, images = prompt.token_ids, prompt.images
@@ -154,6 +156,7 @@ class Requests:
             applied,
             config.speculate if speculate is None else speculate,
             images,
+            marks,
             **how,
         )
 

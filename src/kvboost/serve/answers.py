@@ -250,6 +250,7 @@ async def open_answers(
             options = {
                 **await _options(server, call, prompt_ids),
                 **await _boundaries(server, call, prompt_ids),
+                **_marks(call, prompt_ids),
             }
             limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
             if call.max_tokens is None or limit < call.max_tokens:  # the context sets the limit
@@ -324,6 +325,12 @@ async def _boundaries(
 
     size = sum(map(len, call.documents))
     return {"boundaries": await server.workers.tokenize(call.tenant, size, locate)}
+
+
+def _marks(call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
+    """Where the beginnings end that the request marks, as long as they are no whole prompt."""
+    ends = {tokens for tokens, _ in call.kept.beginnings(prompt_ids) if tokens < len(prompt_ids)}
+    return {"marks": sorted(ends)} if ends else {}
 
 
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from kvboost.errors import ModelError
+from kvboost.model.compat import ARCHITECTURES
 from kvboost.model.gguf import GgufIndex
 from kvboost.model.gguf_folder import CONFIG, described_folder
 from kvboost.model.quantized.build import build
@@ -133,7 +134,14 @@ def _why_not(
             f"weights='packed' needs the model's files on this machine, and there is no {place}; "
             "download the model and give its folder, or use weights='plain'"
         )
-    return _why_not_method(method_in(json.loads(place.read_text())))
+    config = json.loads(place.read_text())
+    architecture = ARCHITECTURES.get(str(config.get("model_type")))
+    if architecture is not None and architecture.states:
+        return (
+            f"layers of model type {config['model_type']!r} keep states, and their weights do not "
+            "stay packed; weights='plain' leaves them to transformers"
+        )
+    return _why_not_method(method_in(config))
 
 
 def _trust(options: Mapping[str, Any]) -> dict[str, bool]:

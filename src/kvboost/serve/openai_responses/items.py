@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
-from typing_extensions import Self
 
 from kvboost.serve.json_text import JsonBudget, parse_json
 from kvboost.serve.request_fields import (
