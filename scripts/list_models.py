@@ -9,7 +9,7 @@ long as the page differs from the code.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ float32. [What is not supported](#not-supported-yet) comes below, with the reaso
 the tests. A test fails if the page is out of date.
 
 - **Family**: `model_type` in a model's `config.json`. Models that see (`gemma3`, `gemma4`,
-  `internvl`, `kimi_k25`) read text only.
+  `internvl`, `kimi_k25`, `llama4`, `mistral3`,
+  `qwen3_5`, `qwen3_5_moe`) read text only.
 - **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
+  *From states*: it goes on from the last place before that where states are kept, see
+  [Models with states](states.md).
 - **Moved**: passages at another position are reused. If all of them are recomputed, the logits are
   those of a full prefill.
 - **Batch**: requests share forwards, and each answer is the one that its request gets alone.
@@ -68,32 +71,46 @@ class Family:
     pages: bool
     keys: str
     in_vllm: str
+    states: bool = False
+    adapters: bool = True
 
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
+    import hybrids
     from families import HERE, family_model
     from tiny import ALL_MODELS, SEEING, any_model
 
     found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
-    return found + [describe(family_model(name)) for name in HERE]
+    found += [describe(family_model(name)) for name in HERE]
+    found += [describe(hybrids.hybrid_model(name)) for name in hybrids.HERE]
+    parts = {one.name: one for one in found}
+    return found + [
+        replace(parts[text], name=name) for name, (_, text) in hybrids.SEEING_HYBRIDS.items()
+    ]
 
 
 def describe(model: Any) -> Family:
     """What is measured of a model."""
     from kvboost.model.caches import observe
     from kvboost.model.compat import check
+    from kvboost.model.key_scales import FAMILIES as SCALED
+    from kvboost.model.key_scales import fold
     from kvboost.model.kv_shape import KVShape
     from kvboost.model.rope import key_rotation, probed_positions
 
     support = check(model.config, strict=False)
     name, packed = support.model_type, support.packed
     latent = support.architecture.latent
+    fold(model)
     observed = observe(model, probed_positions(model, support), latent=latent)
     text = model.config.get_text_config()
     uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == text.num_hidden_layers
     uniform = uniform and not latent
     pages = packed and uniform and not getattr(text, "attention_chunk_size", None)
+    if observed.states:
+        shares = name.startswith("zamba")  # weights of layers
+        return Family(name, False, packed, pages, "states", "–", states=True, adapters=not shares)
     rotation = key_rotation(model, support, observed, strict=True)
     if rotation is None:
         return Family(name, False, packed, pages, support.architecture.positions.value, "exact")
@@ -109,7 +126,7 @@ def describe(model: Any) -> Family:
     without = not all(each.any() for each in rotation.frequencies)
     if without:
         keys += ", some layers without positions"
-    plain = len(rotated) == 1 and not without
+    plain = len(rotated) == 1 and not without and name not in SCALED
     kinds = set(getattr(text, "layer_types", None) or ())
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)
@@ -128,8 +145,10 @@ def page() -> str:
     for family in sorted(families(), key=lambda family: family.name):
         in_gguf = family.name.removesuffix("_text") in IN_GGUF
         exact = "yes" if family.moves else "with `strict=False`"
+        exact = "from states" if family.states else exact
+        adapters = "yes" if family.adapters else "–"
         marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
-        cells = [f"`{family.name}`", exact, *marks, "yes", "yes" if in_gguf else "–"]
+        cells = [f"`{family.name}`", exact, *marks, adapters, "yes" if in_gguf else "–"]
         rows.append(" | ".join([*cells, family.in_vllm, family.keys]))
     written = INTRODUCTION + "\n".join(f"| {row} |" for row in rows) + "\n"
     written += NOT_YET + "| A model of this family … | Families |\n| --- | --- |\n"

@@ -43,6 +43,7 @@ PLAIN_AND_YARN = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {**YARN, "rope_theta": 10_000.0},
 }
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
 SMALL_HEADS = {"head_dim": 8}
 LATENT = {
     "kv_lora_rank": 24,
@@ -61,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "aria_text": EXPERTS,
     "axk1": {**EXPERTS, **LATENT},
-    "beam": {**EXPERTS, **KINDS},
+    "beam": {**EXPERTS, **KINDS, "mlp_layer_types": ["dense", "sparse"]},
     "bitnet": SMALL_HEADS,
     "cohere2_moe": {**EXPERTS, **KINDS},
     "cwm": KINDS,
@@ -77,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": KINDS,
     "exaone_moe": {**EXPERTS, **KINDS},
     "flex_olmo": EXPERTS,
-    "flint": {**EXPERTS, **KINDS},
+    "flint": {**EXPERTS, **KINDS, "mlp_only_layers": [0]},
     "glm4": {},
     "glm4_moe_lite": {**EXPERTS, **LATENT},
     "granite_swa": KINDS,
@@ -85,6 +86,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {**EXPERTS, **KINDS},
     "granitemoeshared": EXPERTS,
     "helium": SMALL_HEADS,
+    "hunyuan_v1_dense": {"rope_parameters": NTK_ALPHA},
+    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "hy_v3": EXPERTS,
     "hyperclovax": {},
     "jais2": {},

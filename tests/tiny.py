@@ -139,7 +139,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _SIZES),
     "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
 }
-SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25")
+SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3")
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
@@ -166,7 +166,7 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def seeing_model(name: str) -> PreTrainedModel:
-    """A text model beside a vision tower, as transformers ships Gemma and InternLM's family."""
+    """A text model beside a vision tower."""
     torch.manual_seed(0)
     vision: dict[str, Any] = {
         "hidden_size": 32,
@@ -184,6 +184,15 @@ def seeing_model(name: str) -> PreTrainedModel:
         tower = kinds.Gemma4VisionConfig(**vision, num_key_value_heads=2, head_dim=16)
         config = kinds.Gemma4Config(text_config=tiny_config("gemma4_text"), vision_config=tower)
         model = kinds.Gemma4ForConditionalGeneration(config)
+    elif name == "llama4":
+        sizes = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        tower = kinds.Llama4VisionConfig(**vision, **sizes, image_size=28, patch_size=14)
+        config = kinds.Llama4Config(text_config=tiny_config("llama4_text"), vision_config=tower)
+        model = kinds.Llama4ForConditionalGeneration(config)
+    elif name == "mistral3":
+        tower = kinds.PixtralVisionConfig(**vision, image_size=28, patch_size=14, head_dim=16)
+        config = kinds.Mistral3Config(text_config=tiny_config("mistral"), vision_config=tower)
+        model = kinds.Mistral3ForConditionalGeneration(config)
     elif name == "kimi_k25":
         from families import FAMILIES, config_of
 

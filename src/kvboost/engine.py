@@ -106,7 +106,8 @@ class KVBoost(TextCache):
           ``gpu_cache_bytes=None``, ``kv_cache_bits=16``, ``key_norms=False``
         - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
-        - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
+        - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``,
+          ``state_every=None``
         - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.19``,
           ``recompute_tolerance=None``, ``recompute_overlap=16``, ``reuse_moved="when_faster"``,
           ``heal="auto"``, ``max_audit_kl=None``

@@ -66,7 +66,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--sharing-wait", "0.5"),
         *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
-        *("--far-kv-bytes", "9GiB", "--far-kv-dir", "far"),
+        *("--far-kv-bytes", "9GiB", "--far-kv-dir", "far", "--state-every", "512"),
         *("--heal", "off"),
         *("--speculate", "8"),
         *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
@@ -76,6 +76,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     options, settings = started["options"], started["settings"]
     assert started["model"] == "m" and options["max_running"] == 3 and options["max_waiting"] == 4
     assert options["max_kv_bytes"] == "1GiB" and options["sharing_wait"] == 0.5
+    assert options["state_every"] == 512
     assert options["far_kv_bytes"] == "9GiB" and str(options["far_kv_dir"]) == "far"
     assert options["kv_cache_bits"] == 8 and str(options["disk_cache_dir"]) == "kv"
     assert options["tp_size"] == 2

@@ -15,6 +15,7 @@ from kvboost.config import SIZES, EngineOptions
     [
         ("chunk_size", 0),
         ("chunk_size", 12.5),
+        ("state_every", 15),
         ("max_chunks", 0),
         ("max_cache_bytes", -1),
         ("chunking", "paragraphs"),

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from families import HAS_LATENTS
-from kvboost import GenerationMode, StockModel, UnsupportedModelError
+from kvboost import GenerationMode, KVBoost, StockModel, UnsupportedModelError
 from kvboost.model.attention import Segment
 from kvboost.reuse.plan import LEAST_TOKENS
 from tiny import (
@@ -17,6 +17,7 @@ from tiny import (
     OTHER_MODELS,
     SEEING,
     any_model,
+    byte_tokenizer,
     make_engine,
     tiny_model,
 )
@@ -112,6 +113,24 @@ def test_models_without_rope_are_refused_with_the_reason(name) -> None:
     assert isinstance(error.value, ValueError)
     scheme = "ALiBi" if name in ("bloom", "mpt") else "learned absolute"
     assert scheme in str(error.value)
+
+
+def test_the_text_part_of_a_llama_4_is_loaded(tmp_path) -> None:
+    """Folders say ``llama4``, the model that transformers makes of them says ``llama4_text``."""
+    any_model("llama4").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
+        assert engine._model.support.model_type == "llama4_text"
+        expected = StockModel(any_model("llama4")).logits([5, 6, 7])[-1].argmax()
+        assert engine.generate([5, 6, 7], 1, ignore_eos=True).token_ids == [int(expected)]
+
+
+@pytest.mark.parametrize(("name", "flag"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_a_model_that_looks_ahead_is_refused(name, flag) -> None:
+    """EmbeddingGemma, for example."""
+    model = tiny_model(name, use_bidirectional_attention=flag)
+    with pytest.raises(UnsupportedModelError, match="is an encoder"):
+        make_engine(model, strict=False)
 
 
 def test_an_unknown_architecture_explains_itself_and_runs_when_not_strict() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_attention_equals_attention_written_out(
     if isinstance(window, ChunkWindow):  # as Llama 4 says it
         module.layer_idx, sliding = 0, None
         kinds = {"layer_types": ["chunked_attention"], "attention_chunk_size": int(window)}
-        module.config = SimpleNamespace(**kinds)
+        module.config = SimpleNamespace(model_type="llama4_text", **kinds)
     out, _ = attend(
         module,
         query,
@@ -107,6 +108,19 @@ def test_sinks_with_a_few_rows_at_a_time(monkeypatch) -> None:
     assert torch.allclose(attention._with_sinks(*rest), whole, atol=1e-6)
     expected = written_out(query, keys[0], values[0], torch.arange(150), None, None, *rest[-2:])
     assert torch.allclose(whole.transpose(1, 2), expected, atol=1e-5)
+
+
+def test_a_rank_counts_the_sinks_of_its_heads() -> None:
+    """transformers gives it a tensor that stands for those of all ranks."""
+    kv = RequestKV(SHAPE, 20)
+    kv.data.normal_(generator=torch.Generator().manual_seed(1))
+    keys, values = kv.layer(0, 0, 20)
+    setattr(keys, attention.BATCH, (attention.Batch([Segment(kv, torch.zeros(20), range(20))]), 0))
+    rest = torch.nn.Module(), torch.ones(1, HEADS, 20, DIM), keys, values, None
+    sinks = torch.tensor([1.0, -1.0, 4.0, 2.0])
+    expected, _ = attend(*rest, s_aux=sinks)
+    split: Any = SimpleNamespace(to_local=lambda: sinks)
+    assert torch.equal(attend(*rest, s_aux=split)[0], expected)
 
 
 def test_unknown_kinds_of_attention_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapters import merge, write_adapter
-from families import EXPERTS, FAMILIES, HERE, family_model
+from families import EXPERTS, FAMILIES, HERE, WINDOW, family_model
+from hybrids import HYBRIDS, SEEING_HYBRIDS
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -53,6 +55,7 @@ def test_every_language_model_of_transformers_is_in_one_table() -> None:
         "and one in ARCHITECTURES (model/compat.py), or say in model/unsupported.py why not"
     )
     tested = {name.split("-")[0] for name in [*ALL_MODELS, *SEEING]} | set(FAMILIES)
+    tested |= {*HYBRIDS, *SEEING_HYBRIDS}
     assert set(ARCHITECTURES) == tested
 
 
@@ -178,6 +181,22 @@ def test_adapters_of_other_families(name: str, tmp_path: Path) -> None:
         check_adapters(engine, stock, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("phimoe", WINDOW),
+        ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2_moe", {**WINDOW, "use_sliding_window": False}),
+    ],
+)
+def test_a_window_that_only_the_mask_tells(name: str, options: dict[str, Any]) -> None:
+    model = family_model(name, {**EXPERTS, **options})
+    stock = StockModel(copy.deepcopy(model))
+    with make_engine(model) as engine:
+        check_exact_reuse(engine, stock)
+        check_moved_reuse(engine, stock)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_give_each_request_what_it_gets_alone(implementation: str) -> None:
     model = family_model("qwen3_moe")
@@ -188,15 +207,13 @@ def test_experts_give_each_request_what_it_gets_alone(implementation: str) -> No
 
 def test_a_model_that_is_not_supported_says_why() -> None:
     model = family_model("qwen3_moe", EXPERTS)
-    model.config.model_type = "qwen3_next"
-    with pytest.raises(UnsupportedModelError, match="keeps a state of linear layers beside"):
+    model.config.model_type = "kimi_linear"
+    with pytest.raises(UnsupportedModelError, match="keeps a state of linear layers in a way"):
         make_engine(model)
-    with pytest.raises(UnsupportedModelError, match="scales each channel of a key after"):
-        make_engine(family_model("hunyuan_v1_dense", {}))
 
 
 def test_a_wrong_row_of_the_table_is_found_when_the_model_loads(monkeypatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "hunyuan_v1_dense", ARCHITECTURES["llama"])
+    monkeypatch.setattr("kvboost.model.key_scales.FAMILIES", ())
     model = family_model("hunyuan_v1_dense", {})
     with pytest.raises(UnsupportedModelError, match="change with their position in a way"):
         make_engine(model)

@@ -28,11 +28,19 @@ class Admission:
     """For one call of ``ChunkStore.admit``, which lets one request at a time bring chunks in."""
 
     def __init__(
-        self, holdings: Holdings, transfers: Transfers, naming: Naming, lock: threading.RLock
+        self,
+        holdings: Holdings,
+        transfers: Transfers,
+        naming: Naming,
+        lock: threading.RLock,
+        turns: frozenset[int] = frozenset(),
     ) -> None:
+        """``turns``: rows whose states are kept because a turn ends there."""
         self._holdings, self._transfers, self._naming = holdings, transfers, naming
         self._lock = lock
-        self._pinned: list[ChunkKey] = []
+        self._turns = turns
+        self.path: list[ChunkKey] = []
+        """The chunks of the sequence that are stored. They are in use until ``run`` returns."""
 
     def run(self, places: Iterator[Place], pack: Pack) -> int:
         """Keeps the rows of ``places``, parents first, up to one that cannot be kept; returns how
@@ -47,7 +55,7 @@ class Admission:
         finally:
             with self._lock:
                 self._holdings.residency.order_new()
-                self._holdings.release(self._pinned)
+                self._holdings.release(self.path)
         return new
 
     def _missing(self, places: Iterator[Place]) -> Iterator[list[Place]]:
@@ -63,7 +71,7 @@ class Admission:
                 found = self._find(place)
             if found is not None:
                 place.key = found
-                self._pinned.append(found)
+                self.path.append(found)
             else:
                 place.key = self._naming.name(place)
                 run.append(place)
@@ -85,9 +93,9 @@ class Admission:
         while done < len(places):
             chunks = self._describe(places[done:], pack)
             with self._lock:
-                kept, replaced = self._holdings.insert(chunks)
+                kept, replaced = self._holdings.insert(chunks, self._turns)
             self._transfers.remove_files(replaced)
-            self._pinned += [place.key for place in places[done : done + kept] if place.key]
+            self.path += [place.key for place in places[done : done + kept] if place.key]
             done += kept
             if kept < len(chunks) or not chunks:
                 break

@@ -16,6 +16,7 @@ from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.parts import Naming, Place
 from kvboost.cache.pins import PinnedText, Pins
 from kvboost.cache.quantize import NewRows
+from kvboost.cache.states import TurnEnds
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats, StoreStats
@@ -37,17 +38,24 @@ class Holdings:
         max_chunks: int | None,
         attention_share: float,
         max_pinned_bytes: int | None,
+        state_every: int | None = None,
     ) -> None:
         self._naming = naming
-        self.catalogue = Catalogue(window)
+        self.catalogue = Catalogue(window, resumes=state_every is not None)
         self.residency = Residency(
-            tiers, self, policy=policy, max_chunks=max_chunks, attention_share=attention_share
+            tiers,
+            self,
+            policy=policy,
+            max_chunks=max_chunks,
+            attention_share=attention_share,
+            state_every=state_every,
         )
         self.in_use: Counter[ChunkKey] = Counter()
         """Chunks that requests are copying, and how many do."""
         self._kept = Pins(max_pinned_bytes)  # by the user, until unpinned
         self.counts: Counter[str] = Counter()
         self.departed = Departed()
+        self._turn_ends = TurnEnds()
         self._listener: StoreListener | None = None
         self._announced_root: ChunkKey | None = None
 
@@ -90,8 +98,11 @@ class Holdings:
         like = None if ready is None else ready.data
         return NewRows(place.part.start, place.part.end, like, place.common)
 
-    def insert(self, chunks: Sequence[KVChunk]) -> tuple[int, list[ChunkKey]]:
-        """Takes new chunks of one sequence in, parents first. Returns how many of the first ones
+    def insert(
+        self, chunks: Sequence[KVChunk], turns: frozenset[int] = frozenset()
+    ) -> tuple[int, list[ChunkKey]]:
+        """Takes new chunks of one sequence in, parents first; turns of a conversation end at
+        ``turns``. Returns how many of the first ones
         can be kept, and are in use from now on, and the chunks that they replaced."""
         # A shorter one that becomes useless makes room for those that follow.
         useless = [self._replaced_by(chunk.info) for chunk in chunks]
@@ -103,6 +114,9 @@ class Holdings:
             info = chunk.info
             if number == others:
                 self.residency.make_room(sum(one.nbytes for one in chunks[others:]))
+            if self._lacks_state(info):
+                self.drop([info.key])
+                replaced.append(info.key)
             if info.key not in self.catalogue:  # otherwise another process has just written it
                 if not self.residency.put(chunk):
                     self.counts["rejected"] += 1
@@ -114,13 +128,33 @@ class Holdings:
             self.in_use[info.key] += 1
             kept += 1
         self.catalogue.add(*new)
+        self._turn_ends.note(new, turns)
         self.counts["admitted"] += len(new)
         return kept, replaced
 
     def _replaced_by(self, info: ChunkInfo) -> ChunkKey | None:
         """The chunk that a new one makes useless."""
         shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
-        return None if shorter is None or self.is_held(shorter) else shorter
+        if shorter is None or self.is_held(shorter) or self.catalogue.info(shorter).has_state:
+            return None
+        return shorter
+
+    def drop_states(self, path: Sequence[ChunkKey], since: int) -> None:
+        """Drops the states of chunks at which turns before row ``since`` have ended, if only the
+        next turn has gone on from there. In the slow tiers they stay."""
+        infos = [self.catalogue.info(key) for key in path if key in self.catalogue]
+
+        def is_needed(key: ChunkKey) -> bool:
+            return self.is_held(key) or self.catalogue.num_children(key) != 1
+
+        for info in self._turn_ends.over(infos, since, is_needed):
+            if (smaller := self.residency.drop_states(info.key)) is not None:
+                self.catalogue.describe(smaller)
+
+    def _lacks_state(self, info: ChunkInfo) -> bool:
+        """Whether a chunk with states is stored without them, and may be replaced."""
+        known = info.has_state and info.key in self.catalogue
+        return known and not (self.catalogue.info(info.key).has_state or self.is_held(info.key))
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Drops approximate copies of what is known exactly; returns those that were dropped."""
@@ -262,3 +296,4 @@ class Holdings:
             if self._listener is not None:
                 self._listener.on_gone(key)
         self._kept.on_gone(key)
+        self._turn_ends.on_gone(key)

@@ -78,8 +78,20 @@ def join_groups(groups: Sequence[KVData], states: Sequence[torch.Tensor] = ()) -
         for number, group in enumerate(groups)
         for name, one in group.tensors.items()
     }
-    tensors |= {f"{STATE}.{number}": one for number, one in enumerate(states)}
-    return KVData(min(group.bits for group in groups), tensors, groups[0].key_norm)
+    bits = min(group.bits for group in groups)
+    return with_states(KVData(bits, tensors, groups[0].key_norm), states)
+
+
+def with_states(data: KVData, states: Sequence[torch.Tensor]) -> KVData:
+    """``data`` of rows, together with the states after the last of them."""
+    tensors = {**data.tensors, **{f"{STATE}.{number}": one for number, one in enumerate(states)}}
+    return KVData(data.bits, tensors, data.key_norm)
+
+
+def without_states(data: KVData) -> KVData:
+    """The rows of ``data`` alone."""
+    tensors = {name: one for name, one in data.tensors.items() if name.partition(".")[0] != STATE}
+    return KVData(data.bits, tensors, data.key_norm)
 
 
 def num_groups(data: KVData) -> int:

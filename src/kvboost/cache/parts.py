@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.mixed import states_of
 from kvboost.cache.quantize import KVData
+from kvboost.cache.states import KnownStates
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
 Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
@@ -44,25 +45,38 @@ class Place:
     sibling: ChunkKey | None = None
     """A stored chunk of the same parent that begins alike, and how many tokens both share."""
     common: int = 0
+    state: bool | None = None
+    """Whether states are to be stored with it; None for a model without such."""
 
     def is_held_by(self, info: ChunkInfo, common: int) -> bool:
         """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
         part."""
         length = len(self.token_ids)
+        if self.state is not None:  # no part of a chunk can be used
+            return common == info.num_tokens == length and (info.has_state or not self.state)
         return common == length and not (self.part.is_parent and info.num_tokens > length)
 
 
 class Naming:
     """Cuts sequences of one model into chunks and names them. With a ``secret``, names are keyed
-    hashes and chunks are signed. ``row_bytes`` is the size of a token's KV, if it is known."""
+    hashes and chunks are signed. ``row_bytes`` is the size of a token's KV, if it is known.
+    ``state_every``: of a model with states, at multiples of so many rows any machine stores them;
+    None for other models."""
 
     def __init__(
-        self, cut: Cut, origin: Origin, *, secret: bytes = b"", row_bytes: int = 0
+        self,
+        cut: Cut,
+        origin: Origin,
+        *,
+        secret: bytes = b"",
+        row_bytes: int = 0,
+        state_every: int | None = None,
     ) -> None:
         self._cut = cut
         self._origin = origin
         self._secret = secret
         self._row_bytes = row_bytes
+        self._state_every = state_every
 
     def places(
         self,
@@ -72,14 +86,17 @@ class Naming:
         exact_rows: int,
         repair: str = "",
         boundaries: Sequence[int] = (),
+        states: KnownStates | None = None,
     ) -> Iterator[Place]:
         """The places of a sequence, parents first. The caller sets the ``key`` of each before it
-        takes the next; without one, this ends."""
+        takes the next; without one, this ends. ``states``: where they are known, of a model that
+        has some."""
         path: list[ChunkKey] = []
         for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
             before = path[part.depth - 1] if part.depth else root
             parent = branch_key(before, repair) if part.branches else before
             place = Place(part, token_ids[part.start : part.end], root, before, parent)
+            place.state = None if states is None else part.end in states.rows
             yield place
             if place.key is None:
                 return
@@ -87,8 +104,10 @@ class Naming:
 
     def exact_chunks(self, root: ChunkKey, token_ids: TokenIds) -> Iterator[ChunkInfo]:
         """The exact chunks of ``token_ids``, as any machine would store them."""
-        for place in self.places(root, token_ids, exact_rows=len(token_ids)):
-            info = self.describe(place)
+        every, length = self._state_every, len(token_ids)
+        ends = [] if every is None else range(every, length + 1, every)
+        for place in self.places(root, token_ids, exact_rows=length, boundaries=ends):
+            info = replace(self.describe(place), has_state=place.part.end in ends)
             place.key = info.key
             yield info
 

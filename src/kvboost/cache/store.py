@@ -30,6 +30,7 @@ from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.parts import Cut, Naming
 from kvboost.cache.quantize import KVData
 from kvboost.cache.remote_lookup import RemoteLookup
+from kvboost.cache.states import KnownStates
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
@@ -61,15 +62,18 @@ class ChunkStore:
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
         max_pinned_bytes: int | None = None,
+        state_every: int | None = None,
     ) -> None:
         """``origin`` names the model. Other models' chunks in a shared folder only take room.
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
         refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
         of attending to one token, in rows computed: chunks late in a text cost more to compute.
-        ``max_pinned_bytes`` bounds what :meth:`pin` protects."""
+        ``max_pinned_bytes`` bounds what :meth:`pin` protects. ``state_every``: for a model with
+        states, which are stored at multiples of so many rows at least; a lookup then ends where
+        states are stored."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
         self._secret = secret
-        self._naming = Naming(cut, origin, secret=secret)
+        self._naming = Naming(cut, origin, secret=secret, state_every=state_every)
         self._holdings = holdings = Holdings(
             tiers,
             self._naming,
@@ -78,6 +82,7 @@ class ChunkStore:
             max_chunks=max_chunks,
             attention_share=attention_share,
             max_pinned_bytes=max_pinned_bytes,
+            state_every=state_every,
         )
         self.epoch = 0
         """Changes when something is forgotten."""
@@ -238,6 +243,7 @@ class ChunkStore:
         epoch: int | None = None,
         wait: bool = True,
         grows: bool = False,
+        states: KnownStates | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -250,6 +256,8 @@ class ChunkStore:
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
         while another request's chunks are admitted. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
+        ``states``: where they are known, of a model that has some. What earlier turns of the same
+        conversation have left is dropped.
         """
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -257,15 +265,23 @@ class ChunkStore:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
             places = self._naming.places(
-                root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+                root,
+                token_ids,
+                exact_rows=exact_rows,
+                repair=repair,
+                boundaries=boundaries,
+                states=states,
             )
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)
-            admission = Admission(self._holdings, self._transfers, self._naming, self._lock)
+            turns = frozenset[int]() if states is None else states.turns
+            admission = Admission(self._holdings, self._transfers, self._naming, self._lock, turns)
             try:
                 return admission.run(places, pack)
             finally:
                 with self._lock:
+                    if states is not None:
+                        self._holdings.drop_states(admission.path, states.since)
                     self._holdings.announce(root, token_ids)
         finally:
             self._admission.release()

@@ -125,6 +125,10 @@ def _describe(header: ModelHeader) -> str:
         told += f"; {format_bytes(header.to_download)} would be downloaded"
     if header.reused:
         told += f"\n{header.reused}"
+    if header.state_bytes:
+        told += f"\nstates: {format_bytes(header.state_bytes)} at each token where they are kept"
+        if header.kv_numbers:
+            told += f"; a token's KV takes {format_bytes(2 * header.kv_numbers)}"
     return told
 
 
@@ -164,6 +168,7 @@ def _as_dict(header: ModelHeader, machine: Machine, found: list[Fit]) -> dict[st
         "to_download": header.to_download,
         "context": header.context,
         "kv_numbers_per_token": header.kv_numbers,
+        "state_bytes": header.state_bytes,
         "memory": machine.memory,
         "free_memory": machine.free,
         "gpu": machine.gpu,

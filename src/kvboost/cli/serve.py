@@ -37,6 +37,7 @@ from kvboost.cli.serve_options import (
     FarKVBytes,
     FarKVDir,
     OtlpEndpoint,
+    StateEvery,
     TlsCert,
     TlsKey,
     check_config,
@@ -146,6 +147,7 @@ def serve(
     far_kv_bytes: FarKVBytes = "0",
     far_kv_bits: FarKVBits = 16,
     far_kv_dir: FarKVDir = None,
+    state_every: StateEvery = None,
     sharing_wait: Annotated[
         float,
         typer.Option(
@@ -327,6 +329,7 @@ def serve(
                 far_kv_bytes=far_kv_bytes,
                 far_kv_bits=far_kv_bits,
                 far_kv_dir=far_kv_dir,
+                state_every=state_every,
                 sharing_wait=sharing_wait,
                 max_pause=max_pause,
                 kv_events=events,

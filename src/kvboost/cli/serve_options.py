@@ -134,6 +134,14 @@ FarKVBits = Annotated[
 FarKVDir = Annotated[
     Path | None, typer.Option(help="The folder of these files; by default the temporary one.")
 ]
+StateEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=16,
+        help="Of a model with states: keep them at multiples of so many tokens; by default they "
+        "take no more memory than the KV.",
+    ),
+]
 TlsCert = Annotated[
     Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")
 ]

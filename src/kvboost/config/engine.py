@@ -36,6 +36,11 @@ class EngineConfig:
     chunk_size: int = 128
     """Tokens in a chunk, the unit in which KV is kept, found and evicted. ``from_pretrained`` sets
     512 for a model on a GPU, unless it is told otherwise."""
+    state_every: int | None = None
+    """Of a model with states (linear attention, state-space layers, short convolutions): they are
+    kept at multiples of so many tokens, and where prompts and answers end. A later prompt can go on
+    only where they are kept, and every copy takes memory. By default they take no more memory than
+    the KV, and there is one per 1,024 tokens at most. Other models have no states."""
     max_chunks: int | None = None
     """The most chunks in memory; by default only bytes limit them."""
     max_cache_bytes: int = 2 * 1024**3
@@ -162,6 +167,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._normalise()
         whole(self.chunk_size, 8, "chunk_size")
+        if self.state_every is not None:
+            whole(self.state_every, 16, "state_every")
         if self.max_chunks is not None:
             whole(self.max_chunks, 1, "max_chunks")
         one_of(self.chunking, CHUNKING, "chunking")

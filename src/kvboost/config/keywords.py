@@ -16,6 +16,7 @@ class EngineOptions(TypedDict, total=False):
     the two alike."""
 
     chunk_size: int
+    state_every: int | None
     max_chunks: int | None
     max_cache_bytes: int | str
     max_pinned_bytes: int | str | None

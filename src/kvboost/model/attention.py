@@ -30,6 +30,9 @@ from kvboost.model.segment import (
 )
 
 NAME = "kvboost"
+ALONE = "kvboost_alone"
+WINDOWS_IN_MASKS = ("llama4_text", "phimoe", "qwen2_moe")
+"""Model types whose layers have windows and do not pass them on to their attention."""
 BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
 Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
@@ -191,20 +194,43 @@ def attend(
         out = own.attend(batch, layer, query, key, scale)
         batch.pause()
         return out, None
-    window = sliding_window or _chunk_window(module)
-    batch.show(layer, query, scale, window, s_aux)
-    out = batch.attend(layer, query, key, value, scale, window, softcap, s_aux)
+    window = sliding_window or _window_in_mask(module)
+    # A rank of a model that is split has the sinks of its heads, as part of all of them.
+    to_local = getattr(s_aux, "to_local", None)
+    sinks = s_aux if to_local is None else to_local()
+    batch.show(layer, query, scale, window, sinks)
+    out = batch.attend(layer, query, key, value, scale, window, softcap, sinks)
     batch.pause()
     return out, None
 
 
-def _chunk_window(module: torch.nn.Module) -> ChunkWindow | None:
-    """The window of a layer of Llama 4, which passes it on in a mask only."""
+def attend_alone(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of tokens that stand alone, ``[tokens, heads, 1, dim]``: each has its own value.
+    Sinks do not count. What a token gets is the same at every position to the last bit, while a
+    score, and with it the share of a sink, is rounded otherwise at each: experts that are nearly
+    as good as one another would change places."""
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+
+def _window_in_mask(module: torch.nn.Module) -> int | None:
+    """The window of a layer that passes it on in a mask only, which we never see."""
     config: Any = getattr(module, "config", None)
-    size = getattr(config, "attention_chunk_size", None)
-    if not size or config.layer_types[module.layer_idx] != "chunked_attention":
+    kind = getattr(config, "model_type", None)
+    if kind not in WINDOWS_IN_MASKS:
         return None
-    return ChunkWindow(size)
+    kinds: Any = getattr(config, "layer_types", None)
+    of_layer = kinds[module.layer_idx] if kinds else "sliding_attention"
+    if of_layer == "chunked_attention":
+        return ChunkWindow(config.attention_chunk_size)
+    return config.sliding_window if of_layer == "sliding_attention" else None
 
 
 def attend_segment(

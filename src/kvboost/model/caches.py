@@ -19,7 +19,9 @@ from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
 from kvboost.model.latent import check_latents, join
+from kvboost.model.scans import begin_with
 from kvboost.model.segment import Segment
+from kvboost.model.states import RowStates, StateCalls, StateShape, shape_of_states
 from kvboost.model.unsupported import WHY_NOT
 
 
@@ -95,6 +97,34 @@ class SequenceCache:
         return self._segment.first + query_length, 0
 
 
+class StatefulCache(StateCalls, SequenceCache):
+    """The same for a model that also has layers with a state in place of rows."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layers: Mapping[int, int],
+        states: RowStates,
+        between_parts: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(segment, layers, between_parts)
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self._between_parts is not None:
+            self._between_parts()  # all these layers begin with it
+        return super().get_conv_state(layer_idx, state_idx)
+
+
+class ScanCache(StatefulCache):
+    """The same for a model whose scans of several rows do not ask for their state."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        begin_with(state)
+        return state
+
+
 @dataclass(frozen=True)
 class Observed:
     """What a model gave for one token, once for each position that was asked for."""
@@ -108,13 +138,16 @@ class Observed:
     """``[positions, kv_heads, head_dim]`` for each of these layers; where a row is both key and
     value, the row."""
     values: list[torch.Tensor]
+    states: StateShape
+    """What layers without rows hold, or layers beside their rows."""
 
 
-class ShapeProbe(PackedCache):
-    """Records every layer's keys and values instead of keeping them."""
+class ShapeProbe(StateCalls, PackedCache):
+    """Records every layer's keys and values, and its states, instead of keeping them."""
 
     def __init__(self, *, latent: bool = False) -> None:
         super().__init__(Batch(()), {}, latent=latent)
+        self.states = RowStates(StateShape((), ()))
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -143,8 +176,9 @@ class ShapeProbe(PackedCache):
 def observe(
     model: PreTrainedModel, positions: Sequence[int] = (), *, latent: bool = False
 ) -> Observed:
-    """Runs one token through the unchanged model, alone at each of ``positions``. Without positions
-    the model chooses its own, once. ``latent``: its layers keep latents."""
+    """Runs one token through the unchanged model, alone at each of ``positions``, where attention
+    is replaced by what it comes to. Without positions the model chooses its own, once. ``latent``:
+    its layers keep latents."""
     probe = ShapeProbe(latent=latent)
     # Not one of the first tokens: a padding token's embedding, and so its keys, may be zero.
     token = model.get_input_embeddings().num_embeddings // 2
@@ -152,7 +186,10 @@ def observe(
     known = WHY_NOT.get(str(model.config.model_type))
     reason = f". It {known}" if known else ""
     chosen = {"position_ids": torch.tensor(positions, device=model.device)[:, None]}
+    own_attention = model.config._attn_implementation
     try:
+        if positions:
+            model.set_attn_implementation(attention.ALONE)
         with torch.inference_mode():
             logits = model(
                 input_ids=tokens,
@@ -168,6 +205,9 @@ def observe(
             f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
             f"{reason}"
         ) from error
+    finally:
+        if positions:
+            model.set_attn_implementation(own_attention)
     if not probe.seen:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps no keys and values: there is nothing to reuse{reason}"
@@ -180,4 +220,5 @@ def observe(
         int(logits.shape[-1]),
         [of_layer[:, :, 0].cpu() for of_layer in keys],
         [of_layer[:, :, 0].cpu() for of_layer in values],
+        shape_of_states(probe.states),
     )

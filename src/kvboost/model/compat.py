@@ -19,6 +19,7 @@ class Positions(str, Enum):
     ROPE = "rotary position embeddings (RoPE)"
     LEARNED = "learned absolute position embeddings"
     ALIBI = "ALiBi position biases"
+    NONE = "no positions, or only those that its states imply"
     UNKNOWN = "an unknown positional scheme"
 
 
@@ -26,16 +27,29 @@ class Positions(str, Enum):
 class Architecture:
     """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
     it. Otherwise the model keeps its own attention, one sequence at a time. ``latent``: layers keep
-    latents in place of keys and values."""
+    latents in place of keys and values (``model/latent.py``). ``states``: some layers fold all text
+    into a state (``model/states.py``)."""
 
     positions: Positions
     packed: bool = True
     latent: bool = False
+    states: bool = False
+
+    @property
+    def why_exact_only(self) -> str | None:
+        """Why text is never moved; None if it may be."""
+        if self.states:
+            return "keeps states of all text before a token, which do not move"
+        if self.positions is Positions.ROPE:
+            return None
+        return f"uses {self.positions.value}"
 
 
 ROPE = Architecture(Positions.ROPE)
 """``model/rope.py`` measures which layers rotate which channels."""
 LATENT = Architecture(Positions.ROPE, latent=True)
+STATES = Architecture(Positions.ROPE, packed=False, states=True)
+NO_POSITIONS = Architecture(Positions.NONE, packed=False, states=True)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": ROPE,
@@ -77,6 +91,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe_swa": ROPE,
     "granitemoeshared": ROPE,
     "helium": ROPE,
+    "hunyuan_v1_dense": ROPE,
+    "hunyuan_v1_moe": ROPE,
     "hy_v3": ROPE,
     "hyperclovax": ROPE,
     "internvl": ROPE,  # the InternLM family as transformers ships it
@@ -84,6 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kimi_k25": LATENT,  # text only
     "kolibri1": ROPE,
     "llama": ROPE,
+    "llama4": ROPE,
     "llama4_text": ROPE,
     "longcat_flash": LATENT,
     "mellum": ROPE,
@@ -92,6 +109,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral": ROPE,
     "ministral3": ROPE,
     "mistral": ROPE,
+    "mistral3": ROPE,
     "mistral4": LATENT,
     "mixtral": ROPE,
     "modernbert-decoder": ROPE,
@@ -120,12 +138,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(Positions.LEARNED),
     "bloom": Architecture(Positions.ALIBI, packed=False),
     "mpt": Architecture(Positions.ALIBI, packed=False),
+    "bamba": STATES,
+    "falcon_h1": STATES,
+    "granitemoehybrid": STATES,
+    "jamba": NO_POSITIONS,
+    "lfm2": STATES,
+    "lfm2_moe": STATES,
+    "nemotron_h": NO_POSITIONS,
+    "olmo_hybrid": STATES,
+    "qwen3_5": STATES,  # text only
+    "qwen3_5_moe": STATES,
+    "qwen3_5_moe_text": STATES,
+    "qwen3_5_text": STATES,
+    "qwen3_next": STATES,
+    "zamba": NO_POSITIONS,
+    "zamba2": STATES,
+    "zaya": STATES,
 }
 
 UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)
 NEW = "is not among the architectures that were tested (docs/models.md)"
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Unless they have an ``alpha``, as Hunyuan's do, which is the same for all lengths."""
 
 
 @dataclass(frozen=True)
@@ -158,17 +193,22 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
             "tries exact prefix reuse through the model's own attention; call "
             "engine.verify_correctness() before you rely on it"
         )
-    if strict and architecture.positions is not Positions.ROPE:
+    if strict and architecture.positions is not Positions.ROPE and not architecture.states:
         raise UnsupportedModelError(
             f"model type {model_type!r} uses {architecture.positions.value}: its keys cannot be "
             "re-rotated, so text that moved can never be reused. strict=False gives exact prefix "
             "reuse"
         )
     text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"this model of type {model_type!r} is an encoder: its tokens attend to those after "
+            "them, so what was read before depends on what comes next"
+        )
     limits = [
         int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
         for rope in _ropes(text)
-        if rope["rope_type"] in LENGTH_DEPENDENT_ROPE
+        if rope["rope_type"] in LENGTH_DEPENDENT_ROPE and not rope.get("alpha")
     ]
     switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
     return Support(model_type, architecture, min(limits, default=None), switches)
@@ -179,8 +219,12 @@ def what_is_reused(model_type: str) -> str:
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
-    if architecture.positions is Positions.ROPE:
+    if architecture.why_exact_only is None:
         return "exact and moved text is reused"
+    if architecture.states:
+        return (
+            f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"
+        )
     return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 

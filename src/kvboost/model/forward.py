@@ -18,13 +18,14 @@ from torch import nn
 from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
 from kvboost.config import SamplingParams
-from kvboost.model import attention
+from kvboost.errors import UnsupportedModelError
+from kvboost.model import attention, key_scales
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.adapters.reading import refuse
 from kvboost.model.attention import Batch
-from kvboost.model.caches import PackedCache, SequenceCache, observe
+from kvboost.model.caches import PackedCache, ScanCache, SequenceCache, StatefulCache, observe
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
@@ -38,7 +39,9 @@ from kvboost.model.native.decoder import (
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.sampling import Sampler, TokenMask
+from kvboost.model.scans import scanning, scans
 from kvboost.model.segment import Segment
+from kvboost.model.states import RowStates
 from kvboost.model.triton.host import to_device
 
 log = logging.getLogger("kvboost")
@@ -52,6 +55,7 @@ QUANTIZED_ROUNDING = 2**-4
 bits makes others do so in later layers."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
+AttentionInterface.register(attention.ALONE, attention.attend_alone)
 
 
 class Forward:
@@ -97,9 +101,12 @@ class Forward:
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._latents = latent_layers(model) if latent else []
         self.release()  # another engine may have bound it
+        key_scales.fold(model)
         self.observed = observe(model, probed_positions, latent=latent)
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
-        self.layers = self.observed.layers
+        self.layers, self.states = self.observed.layers, self.observed.states
+        self._check_states()
+        self._scans = bool(self.states) and scans(model)
         self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -176,6 +183,7 @@ class Forward:
         """Makes the model use our attention."""
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
+            key_scales.fold(self.model)
             self.model.set_attn_implementation(attention.NAME)
             for latent in self._latents:
                 latent.bind()
@@ -183,6 +191,8 @@ class Forward:
     def release(self) -> None:
         """Restores the model's own attention."""
         with self.lock:
+            if not self.streams:
+                key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
                 for latent in self._latents:
@@ -214,12 +224,7 @@ class Forward:
         with self.lock, torch.inference_mode():
             self.bind()
             if not self.packed:
-                between = self.between_parts
-                runs = [
-                    self._run([each], SequenceCache(each, self.layers, between))
-                    for each in segments
-                ]
-                return torch.cat(runs)
+                return torch.cat([self._run_unpacked(each) for each in segments])
             try:
                 if self._must_run_apart(segments):
                     return torch.cat([self._run_packed([each]) for each in segments])
@@ -325,11 +330,35 @@ class Forward:
             return False
         return self.shape.dtype == torch.float32 or (first.is_plain and first.first == 0)
 
+    def _run_unpacked(self, segment: Segment) -> torch.Tensor:
+        """One segment through the model's own attention, after what came before it."""
+        if not self.states:
+            return self._run([segment], SequenceCache(segment, self.layers, self.between_parts))
+        states = segment.kv.states
+        if states is None:
+            states = segment.kv.states = RowStates(self.states)
+        if (done := states.result_of(segment)) is not None:
+            return done
+        kind = ScanCache if self._scans else StatefulCache
+        states.begin(segment.first)
+        with scanning():
+            logits = self._run([segment], kind(segment, self.layers, states, self.between_parts))
+        states.end(segment.end, segment, logits)
+        return logits
+
+    def _check_states(self) -> None:
+        """Raises UnsupportedModelError for a model whose states are found only now."""
+        if self.packed and self.states:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} keeps states beside its keys and values, and the "
+                "table of architectures says that it does not; please report this"
+            )
+
     def _run(self, segments: Sequence[Segment], cache: PackedCache | SequenceCache) -> torch.Tensor:
         device = self.shape.device
         kwargs: dict[str, Any] = {}
         token_ids = _token_ids(segments, device)
-        if self.packed:
+        if self.packed or self.states:
             positions = [segment.position_ids(device) for segment in segments]
             kwargs["position_ids"] = torch.cat(positions)[None]
         wanted = _wanted_rows(segments, device)

@@ -16,6 +16,7 @@ from kvboost.model.partial_attention import Part, attend_part
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
     from kvboost.model.paged.slab import Holding, Slab
+    from kvboost.model.states import RowStates
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
@@ -80,6 +81,8 @@ class RequestKV:
     """Where its pages are; None if it has a buffer."""
     holding: Holding
     """Its pages, if it has some."""
+    states: RowStates | None = None
+    """The states of layers that have no rows; None until a forward of such a model."""
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
@@ -116,7 +119,7 @@ class RequestKV:
         """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base
         self.start = self.own_start
-        self.adapter = None
+        self.adapter = self.states = None
 
     def share(self, count: int) -> SharedRows:
         """At most the first ``count`` rows, which must be written, for another request to read.
@@ -198,6 +201,8 @@ class RequestKV:
         """The memory that this request's rows are in: bytes by an identity, so that what several
         requests share is counted once."""
         held = {id(self.data): self.data.nbytes}
+        if self.states is not None:
+            held[id(self.states)] = self.states.nbytes
         if self.base is not None:
             held[id(self.base.data)] = self.base.data.nbytes
         return held
@@ -299,6 +304,7 @@ class KVPool:
         self._max_idle_bytes = max_idle_bytes
         self._idle: list[RequestKV] = []
         self._lock = threading.Lock()
+        self._state_bytes, self._state_every = 0, 1
 
     @contextmanager
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
@@ -320,6 +326,15 @@ class KVPool:
         """What is wrong with what no request has; nothing, where requests have buffers."""
         return []
 
+    def count_states(self, nbytes: int, every: int) -> None:
+        """Requests also have states of ``nbytes``, and a copy for every so many rows."""
+        self._state_bytes, self._state_every = nbytes, every
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """The memory of a request's states, about: those of its last row, the copies, and one where
+        its prompt ends."""
+        return self._state_bytes * (2 + num_tokens // self._state_every)
+
     def bytes_for(self, num_tokens: int) -> int:
         """How much memory ``lend`` would use now for so many rows of a request's own."""
         if self.far is not None and self.far.takes(num_tokens):
@@ -327,7 +342,7 @@ class KVPool:
         with self._lock:
             idle = self._fitting(num_tokens)
         rows = idle.capacity if idle is not None else -(-num_tokens // _ROUND) * _ROUND
-        return rows * self.shape.row_bytes
+        return rows * self.shape.row_bytes + self.state_bytes(num_tokens)
 
     def _take(self, num_tokens: int) -> RequestKV:
         with self._lock:

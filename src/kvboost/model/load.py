@@ -27,7 +27,7 @@ from transformers import (
 
 from kvboost.config import closest
 from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError
-from kvboost.model import weights
+from kvboost.model import key_scales, weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.device import pick_device, pick_dtype, slow_dtype
 from kvboost.model.experts import idle_weights
@@ -275,9 +275,19 @@ def wrap(
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
-    identity = fingerprint(model, model.config, **packed_identity(model))
-    placement = move(model) if move is not None else None
-    packs = own and can_pack(model.device, model.dtype)
+    key_scales.unfold(model)  # another engine may have it
+    more = {**packed_identity(model), **key_scales.identity(model)}
+    identity = fingerprint(model, model.config, **more)
+    placement = None
+    if move is not None and support.architecture.states:
+        raise ConfigError(
+            f"device_memory: layers of model type {support.model_type!r} keep states and cannot be "
+            "streamed; leave device_memory out"
+        )
+    if move is not None:
+        key_scales.fold(model)  # streamed weights cannot be changed
+        placement = move(model)
+    packs = own and not support.architecture.states and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,
         packed=support.packed,

@@ -75,7 +75,7 @@ class MixedKV(RequestKV):
         self._shared = base
         for number, group in enumerate(self.groups):
             group.attach_prefix(None if base is None else base.groups[number])
-        self.adapter = None
+        self.adapter = self.states = None
 
     def share(self, count: int) -> SharedGroups:  # type: ignore[override]
         if self._shared is None or (self.start == 0 and count > self._shared.count):
@@ -108,6 +108,8 @@ class MixedKV(RequestKV):
         held: dict[int, int] = {}
         for group in self.groups:
             held |= group.memory()
+        if self.states is not None:
+            held[id(self.states)] = self.states.nbytes
         return held
 
     @property

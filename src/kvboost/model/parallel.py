@@ -22,6 +22,10 @@ from kvboost.model.fast_layers import FastLayers
 from kvboost.model.forward import Forward
 from kvboost.model.load import LoadedModel, read, read_config, wrap
 
+UNLIKE = ("gemma3n_text", "gemma4_text")
+"""Model types whose layers have KV of several shapes, or read that of others. transformers' plan
+for Gemma 3n also splits rows whose mean a layer needs, so its answers would be others."""
+
 
 class PartForward(Forward):
     """The forward of one rank. Our attention kernels see only this rank's heads, as they would see
@@ -71,6 +75,11 @@ def _check_architecture(config: PretrainedConfig, tp_size: int, *, strict: bool)
         raise UnsupportedModelError(
             f"tp_size={tp_size}: model type {config.model_type!r} keeps latents, which all heads "
             "share, and KVBoost splits heads; use tp_size=1"
+        )
+    if text.model_type in UNLIKE:
+        raise UnsupportedModelError(
+            f"tp_size={tp_size}: the KV of the layers of model type {config.model_type!r} differs, "
+            "and KVBoost splits only models in which it is alike; use tp_size=1"
         )
     if not support.packed:
         raise UnsupportedModelError(

@@ -38,7 +38,8 @@ class KeyRotation:
 
 def probed_positions(model: PreTrainedModel, support: Support) -> tuple[int, ...]:
     """The positions at which ``key_rotation`` needs to see a token; none if keys do not rotate."""
-    if support.architecture.positions is not Positions.ROPE:
+    architecture = support.architecture
+    if architecture.positions is not Positions.ROPE or architecture.states:
         return ()
     ends = (FURTHEST + 1, support.reuse_limit, context_length(model.config))
     return 0, min(end for end in ends if end) - 1

@@ -6,13 +6,13 @@ To support one: remove its name here, add a row to ``compat.ARCHITECTURES`` and 
 
 from __future__ import annotations
 
-STATE = "keeps a state of linear layers beside its keys and values, which the cache does not store"
+STATE = "keeps a state of linear layers in a way that the cache does not store"
+OWN_CACHE = "keeps its states in a cache of its own, and reads text after them token by token"
 INDEX = "chooses the keys that it attends to by an index of its own, which the cache does not store"
 COMPRESSED = "keeps entries that hold several tokens each"
 NARROW = "keeps values that are narrower than its keys"
 UNTRIED = "has not been tried yet"
 WIDTHS = "rotates other channels of a key in some layers than in others"
-SCALED = "scales each channel of a key after its rotation, so a key cannot be rotated once more"
 ATTENTION = "computes attention in a way of its own, which KVBoost's attention cannot replace"
 LEARNED = "uses position embeddings that are added to the text, so its keys cannot be rotated"
 MEDIA = "reads or writes images or sound beside text, or bytes in patches"
@@ -21,33 +21,17 @@ ENCODER = "is an encoder, or the decoder of one, and not a model that continues 
 
 WHY_NOT: dict[str, str] = {
     "bailing_hybrid": STATE,
-    "bamba": STATE,
-    "falcon_h1": STATE,
     "falcon_mamba": STATE,
-    "granitemoehybrid": STATE,
     "inkling_text": STATE,
-    "jamba": STATE,
     "kimi_linear": STATE,
-    "lfm2": STATE,
-    "lfm2_moe": STATE,
     "mamba": STATE,
     "mamba2": STATE,
-    "minimax": STATE,
-    "nemotron_h": STATE,
-    "olmo_hybrid": STATE,
-    "qwen3_5": STATE,
-    "qwen3_5_moe": STATE,
-    "qwen3_5_moe_text": STATE,
-    "qwen3_5_text": STATE,
-    "qwen3_next": STATE,
+    "minimax": OWN_CACHE,
     "qwen4_exp": STATE,
     "qwen4_exp_text": STATE,
     "recurrent_gemma": STATE,
     "rwkv": STATE,
     "xlstm": STATE,
-    "zamba": STATE,
-    "zamba2": STATE,
-    "zaya": STATE,
     "axk2": INDEX,
     "deepseek_v32": INDEX,
     "glm_moe_dsa": INDEX,
@@ -59,9 +43,6 @@ WHY_NOT: dict[str, str] = {
     "gemma4_unified_text": UNTRIED,
     "mimo_v2_flash": NARROW,
     "laguna": WIDTHS,
-    "llama4": MEDIA,
-    "hunyuan_v1_dense": SCALED,
-    "hunyuan_v1_moe": SCALED,
     "codegen": ATTENTION,
     "cpmant": ATTENTION,
     "ctrl": ATTENTION,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -11,9 +11,11 @@ import torch
 
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.mixed import group_of, join_groups
+from kvboost.cache.mixed import group_of, join_groups, states_of, with_states
 from kvboost.cache.quantize import KVData, NewRows, Quantizer
+from kvboost.model.kv import RequestKV
 from kvboost.model.mixed_kv import MixedKV
+from kvboost.model.states import RowStates
 
 
 class KVRows(Protocol):
@@ -72,6 +74,9 @@ class Packer:
 
         return pack
 
+    def finish(self, kv: KVRows) -> None:
+        """Every hit of a request is in place, and its data are still held."""
+
 
 class MixedPacker(Packer):
     """The same for models whose layers differ: one quantizer for each group of layers."""
@@ -99,3 +104,37 @@ class MixedPacker(Packer):
             return [join_groups(part) for part in zip(*groups, strict=True)]
 
         return pack
+
+
+class StatePacker(Packer):
+    """The same for a model with states, which go with the rows that ``rows`` packs. ``own`` makes
+    the copy to be stored."""
+
+    def __init__(self, rows: Packer, own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._rows = rows
+        self._own = own
+
+    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+        self._rows.place(hit, data, kv, share)
+        _states(kv).place(hit.end, states_of(data))
+
+    def finish(self, kv: KVRows) -> None:
+        _states(kv).resume()
+
+    def packing(self, kv: KVRows) -> Pack:
+        pack_rows, states = self._rows.packing(kv), _states(kv)
+
+        def pack(parts: Sequence[NewRows]) -> list[KVData]:
+            packed = []
+            for part, data in zip(parts, pack_rows(parts), strict=True):
+                known = states.at(part.end)
+                copies = None if known is None else [self._own(one) for one in known]
+                packed.append(data if copies is None else with_states(data, copies))
+            return packed
+
+        return pack
+
+
+def _states(kv: KVRows) -> RowStates:
+    assert isinstance(kv, RequestKV) and kv.states is not None
+    return kv.states

@@ -52,7 +52,8 @@ class BufferedRows:
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         self._packer.place(hit, data, self._kv, share)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        self._packer.finish(self._kv)
 
     def packing(self) -> Pack:
         return self._packer.packing(self._kv)

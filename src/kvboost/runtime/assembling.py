@@ -72,6 +72,8 @@ class Assembling:
                 for number, copy in enumerate(copies, start=2):
                     seconds += yield from self._place(rows, copy, 1 / number)
                 rows.finish()
+                if not self._has_states(plan):
+                    return None
                 seconds += clock.lap("assemble")
             except ChunkLost:
                 return None
@@ -81,6 +83,12 @@ class Assembling:
             slow = sum(hit.num_tokens for hit in plan.hits if hit.is_slow)
             runtime.cost.observe_place(slow or placed, seconds, slow=slow > 0)
         return plan
+
+    def _has_states(self, plan: Plan) -> bool:
+        """Whether a model with states can go on after the known rows. A remote store may have a
+        chunk without the states that it should have."""
+        end = plan.in_place[-1].end if plan.in_place else 0
+        return self._kv.states is None or self._kv.states.is_at(end)
 
     def _not_in_place(self, plan: Plan) -> Sequence[Hit]:
         """The hits that are not in pages which the request shares with the cache."""

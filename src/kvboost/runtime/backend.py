@@ -25,7 +25,7 @@ from kvboost.model.kv_shape import KVShape
 from kvboost.model.load import LoadedModel
 from kvboost.model.mixed_kv import make_pool
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.reuse.assemble import MixedPacker, Packer
+from kvboost.reuse.assemble import MixedPacker, Packer, StatePacker
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import AnyRotation, MixedRotation, Rotation
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 MAX_IDLE = 8
 """KV buffers that are kept for the next requests."""
+LEAST_STATE_EVERY = 1024
+"""Rows between states that are kept, unless the user wants more: prompts are read in slices that
+end where states are kept."""
 NEAR_SHARE = 2
 """A request with far rows gets this part of max_kv_bytes: other requests run beside it."""
 
@@ -88,15 +91,26 @@ class Backend:
     @property
     def shares_rows(self) -> bool:
         """Whether running requests may read each other's rows."""
-        return self.model.support.reuse_limit is None
+        return self.model.support.reuse_limit is None and not self.model.forward.states
+
+    @cached_property
+    def state_every(self) -> int | None:
+        """At multiples of so many rows states are kept; None for a model without states."""
+        forward, config = self.model.forward, self._config
+        if not forward.states or config.state_every is not None:
+            return config.state_every if forward.states else None
+        as_large = -(-forward.states.nbytes // forward.shape.row_bytes)
+        return -(-max(as_large, LEAST_STATE_EVERY) // config.chunk_size) * config.chunk_size
 
     @property
     def kv_format(self) -> AnyFormat:
         """What chunks look like in slow tiers."""
         shape, bits = self.model.forward.shape, self._config.kv_cache_bits
-        if isinstance(shape, KVShape):
+        states = self.model.forward.states
+        groups = (shape,) if isinstance(shape, KVShape) else shape.groups
+        if isinstance(shape, KVShape) and not states:
             return group_format(shape, bits)
-        return MixedFormat(tuple(group_format(group, bits) for group in shape.groups))
+        return MixedFormat(tuple(group_format(group, bits) for group in groups), states.tensors)
 
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
@@ -143,9 +157,18 @@ class Backend:
         return open_tiers(self._config, device, locked, self.kept_bytes)
 
     def _make_pool(self) -> KVPool:
-        return make_pool(self.model.forward.shape, MAX_IDLE)
+        pool = make_pool(self.model.forward.shape, MAX_IDLE)
+        if self.state_every is not None:
+            pool.count_states(self.model.forward.states.nbytes, self.state_every)
+        return pool
 
     def _make_packer(self) -> Packer:
+        if not self.model.forward.states:
+            return self._make_row_packer()
+        own = self.tiers.ram.own if self.device.is_host else torch.clone
+        return StatePacker(self._make_row_packer(), own)
+
+    def _make_row_packer(self) -> Packer:
         shape, rotation = self.model.forward.shape, self.rotation
         if isinstance(shape, KVShape):
             assert not isinstance(rotation, MixedRotation)

@@ -32,6 +32,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "streamed_from_disk": 0 if placement is None else len(placement.plan.on_disk),
         "kv_bytes_per_token": shape.row_bytes,
         "kv_cache_bits": 16 if model.forward.keeps_latents else config.kv_cache_bits,
+        "state_bytes": model.forward.states.nbytes,
         "chunk_size": config.chunk_size,
         "heal": config.heal,
         "recompute_strategy": config.recompute_strategy,

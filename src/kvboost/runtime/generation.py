@@ -22,8 +22,9 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import TokenSampler
 from kvboost.model.sampling import Picked, describe_rows
 from kvboost.model.segment import Segment
+from kvboost.model.states import RowStates
 from kvboost.results import SpanKind
-from kvboost.reuse.plan import Plan
+from kvboost.reuse.plan import LEAST_TOKENS, Plan
 from kvboost.runtime.answer import Answer
 from kvboost.runtime.assembling import Assembling
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
@@ -69,6 +70,8 @@ class Generation:
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
         self._drafts = Drafts(state)
+        self._leaves = True
+        """Whether it leaves its rows to later requests."""
         self._rows_run = 0
         """Rows of the forward that the next token comes from; 0 if it was drafted."""
 
@@ -89,6 +92,7 @@ class Generation:
 
     def score(self) -> torch.Tensor:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
+        self._leaves = False
         with self._lend_kv():
             logits = run_alone(self._backend, self._prompt_logits())
             wait_for(logits.device)
@@ -132,6 +136,9 @@ class Generation:
 
     def _take(self, kv: RequestKV) -> None:
         kv.adapter = self._request.adapter
+        request = self._request
+        kept = request.keep and request.mode is not GenerationMode.BASELINE and self._leaves
+        kv.states = self._runtime.make_states(kept=kept)
         self._kv = kv
         self._keeping = Keeping(self._runtime, self._state, kv, self._reusable_rows)
 
@@ -169,7 +176,22 @@ class Generation:
     def _assemble(self) -> Computing[Plan]:
         """Plans the prompt and copies the known rows into place."""
         assembling = Assembling(self._runtime, self._state, self._kv, self._live_end, self._keeping)
-        return (yield from assembling.run(self._lookup, self._num_shared))
+        plan = yield from assembling.run(self._lookup, self._num_shared)
+        if self._kv.states is not None:
+            self._mark_states(self._kv.states, plan.num_known)
+        return plan
+
+    def _mark_states(self, states: RowStates, start: int) -> None:
+        """Chooses where states are kept beside the grid: where the prompt leaves text that is
+        known, as other prompts may, and before its last token, for the same prompt again. Those at
+        the last row that runs are kept in any case."""
+        request, last = self._request, len(self._request.token_ids)
+        rows = {self._lookup.known.matched: True, request.cacheable_rows: True}
+        if not self._state.reads:
+            rows.setdefault(last - 1, False)
+        for row, lasts in rows.items():
+            if start + LEAST_TOKENS <= row <= last:
+                states.mark(row, lasts=lasts)
 
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
@@ -332,7 +354,8 @@ class Generation:
 
     def _start_speculation(self) -> None:
         runtime, request = self._runtime, self._request
-        if not self._as_stock and self._healing is None:
+        # The states of a model cannot go back to before a draft.
+        if not self._as_stock and self._healing is None and self._kv.states is None:
             self._drafts.speculator = runtime.speculation.start(
                 self._state,
                 runtime.root_of(request),
@@ -399,4 +422,6 @@ class Generation:
             step = self._state.slice_rows or self._backend.prefill_slice
         if self._kv.most_rows is not None:
             step = min(step, self._kv.most_rows)
-        return min((start // step + 1) * step, total)
+        end = min((start // step + 1) * step, total)
+        mark = None if self._kv.states is None else self._kv.states.next_mark(start)
+        return end if mark is None else min(end, mark)

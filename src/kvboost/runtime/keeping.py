@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.states import KnownStates
 from kvboost.config import GenerationMode
 from kvboost.model.kv import RequestKV
 from kvboost.model.sampling import takes_likeliest
+from kvboost.model.states import RowStates
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.step_healing import StepHealing
@@ -39,6 +41,13 @@ class Keeping:
         if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
+        boundaries: Sequence[int] = request.boundaries
+        states: KnownStates | None = None
+        if kv.states is not None:
+            states = self._known_states(kv.states, num_rows, ended=ended)
+            # Rows after the last states would serve nobody.
+            num_rows = max([row for row in kv.states.ends if row <= num_rows], default=0)
+            boundaries = [*boundaries, *kv.states.ends]
         ids = self._token_ids[:num_rows]
         new = runtime.store.admit(
             runtime.root_of(request),
@@ -46,13 +55,24 @@ class Keeping:
             runtime.rows_of(kv).packing(),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
-            boundaries=request.boundaries,
+            boundaries=boundaries,
             epoch=state.epoch,
             wait=ended,
-            grows=not ended and not state.is_awaited,
+            grows=not ended and not state.is_awaited and kv.states is None,
+            states=states,
         )
         state.new_chunks += new
         return new
+
+    def _known_states(self, states: RowStates, num_rows: int, *, ended: bool) -> KnownStates:
+        """Where the states of the first rows are known. Chunks end there."""
+        rows = states.known_rows(num_rows, current=ended)
+        states.ends.update(rows)
+        turns: list[int] = []
+        if self._state.token_ids and not self._state.reads:
+            turns = [num_rows, len(self._request.token_ids) - 1]
+        passing = frozenset(row for row in turns if not states.lasts(row))
+        return KnownStates(frozenset(rows), passing, self._state.reuse.cached_tokens)
 
     def touch_used(self) -> None:
         """Tells the eviction order what served this request. It learns from that, which takes its

@@ -113,8 +113,13 @@ class Planner:
         if request.exactness == "verified" and request.mode is GenerationMode.PREFIX_CACHE:
             notes.append("verified: only exact hits are reused")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
-            positions = self._support.architecture.positions.value
-            notes.append(f"this model uses {positions}: only exact hits are reused")
+            why = self._support.architecture.why_exact_only or "keeps its keys as they are"
+            notes.append(f"this model {why}: only exact hits are reused")
+        if known.matched > plan.num_known + num_shared:
+            notes.append(
+                f"{known.matched:,} tokens are known, and states after {plan.num_known:,} of them: "
+                "this model goes on from there"
+            )
         if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
             notes.append(
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
@@ -137,6 +142,8 @@ class Planner:
 
     def _refusal(self, request: Request) -> str:
         """Why text is not moved, whatever is cached; empty if it may be."""
+        if self._support.architecture.states and request.mode is not GenerationMode.BASELINE:
+            return "model"
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return "mode"
         return "" if self._moves else "model"

@@ -83,6 +83,8 @@ class RequestState:
     finish_reason: str = "cancelled"
     shows_ids: bool = False
     """Whether its listener takes token ids and makes the text itself, in another process."""
+    reads: bool = False
+    """Whether it only reads a text, and nobody asks for an answer."""
     closing: bool = False
     """Whether the caller closes the stream, rather than the garbage collector."""
     kept: bool = True

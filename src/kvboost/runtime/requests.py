@@ -98,7 +98,8 @@ class Requests:
         """A request that reads a text and answers nothing."""
         options: ReuseOptions = {"cache_salt": salt, "adapter": adapter}
         mode = GenerationMode.PREFIX_CACHE
-        return RequestState(self._make(token_ids, mode, options, boundaries=boundaries))
+        request = self._make(token_ids, mode, options, boundaries=boundaries)
+        return RequestState(request, reads=True)
 
     def _make(
         self,

@@ -18,6 +18,7 @@ from kvboost.errors import KVBoostError, KVTooLargeError
 from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.paged.pool import why_buffers
+from kvboost.model.states import RowStates
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import RequestRows
@@ -63,6 +64,7 @@ class Runtime:
             policy=partial(LearnedPolicy, use_importance=config.key_norms),
             attention_share=model.attention_share,
             max_pinned_bytes=config.max_pinned_bytes or config.max_cache_bytes // 2,
+            state_every=backend.state_every,
         )
         secret = backend.tiers.secret
         self._naming = b"" if secret is None else secret.naming
@@ -114,10 +116,17 @@ class Runtime:
         reserved = answer if batched else min(answer, INITIAL_ANSWER_ROWS)
         return prompt + reserved
 
+    def make_states(self, *, kept: bool) -> RowStates | None:
+        """The states of a request, and whether copies of them are ``kept``; None for a model
+        without such."""
+        if not self.model.forward.states:
+            return None
+        return RowStates(self.model.forward.states, self.backend.state_every if kept else None)
+
     def check_size(self, request: Request) -> None:
         """Raises ``KVTooLargeError`` if a request could not even run alone."""
         rows, far = self.rows_for(request, batched=True), self.pool.far
-        needed = rows * self.model.forward.shape.row_bytes
+        needed = rows * self.model.forward.shape.row_bytes + self.pool.state_bytes(rows)
         if far is not None and far.takes(rows):
             far.check(rows)
         elif needed > self.max_kv_bytes:

@@ -44,6 +44,19 @@ def test_a_match_is_the_longest_stored_prefix(stored, prompt) -> None:
     assert matched == max((common(ids, prompt) for ids in stored), default=0)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), unique_by=tuple, max_size=20),
+    st.lists(st.integers(0, 2), max_size=7),
+)
+def test_whole_children_are_all_prefixes(siblings, prompt) -> None:
+    index = PrefixTree()
+    for ids in siblings:
+        index.insert(chain_key(ROOT, as_token_ids(ids)), ROOT, as_token_ids(ids))
+    found = [index.tokens(key).tolist() for key in index.whole_children(ROOT, as_token_ids(prompt))]
+    prefixes = [ids for ids in siblings if ids == prompt[: len(ids)]]
+    assert found == sorted(prefixes, key=len, reverse=True)
+
+
 @given(sequences)
 def test_no_sibling_is_a_prefix_of_another(stored) -> None:
     index = PrefixTree()

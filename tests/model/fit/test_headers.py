@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from kvboost.errors import ModelError, ModelNotFoundError
+from kvboost.model.caches import observe
 from kvboost.model.fit.headers import _type_of_gguf, read_header
 from tiny import tiny_model
 
@@ -75,11 +77,25 @@ def test_a_model_with_latents_needs_memory_for_them_only(tmp_path: Path) -> None
     assert read_header(tmp_path / "kimi").kv_numbers == 61 * (512 + 64)
 
 
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_differ_count_as_what_they_store(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name)
+    stored = observe(model).shape.row_bytes // torch.float32.itemsize
+    model.save_pretrained(tmp_path)
+    assert read_header(tmp_path).kv_numbers == stored
+    config = json.loads((tmp_path / "config.json").read_text())
+    if config.pop("per_layer_config", None):  # as Google writes it
+        config |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_header(tmp_path).kv_numbers == stored
+
+
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
         ("gpt2", "only exact text is reused, with strict=False: it uses learned absolute"),
-        ("qwen3_next", "not supported: it keeps a state of linear layers beside its keys"),
+        ("qwen3_next", "exact text is reused up to the nearest kept states"),
+        ("kimi_linear", "not supported: it keeps a state of linear layers"),
         ("brand_new", "not supported: it is not among the architectures that were tested"),
     ],
 )

@@ -71,6 +71,12 @@ def test_a_model_without_a_plan_is_refused(models: Path) -> None:
         KVBoost.from_pretrained(save_model("stablelm", models), tp_size=2)
 
 
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_a_model_whose_layers_differ_is_refused(name: str, models: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layers of model type .* use tp_size=1"):
+        KVBoost.from_pretrained(save_model(name, models), tp_size=2)
+
+
 def test_quantised_weights_are_refused(models: Path, tmp_path: Path) -> None:
     config = json.loads((save_model("llama", models) / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}

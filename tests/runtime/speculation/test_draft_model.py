@@ -62,6 +62,12 @@ def test_a_model_that_thinks_otherwise_drafts_for_nothing(folder, monkeypatch) -
         assert all(one.accepted_tokens < one.drafted_tokens for one in drafted)
 
 
+def test_it_drafts_for_a_model_whose_layers_differ(folder) -> None:
+    with make_engine(tiny_model("gemma4_text"), speculate=3, draft_model=folder()) as engine:
+        plain = engine.generate(PROMPT, 16, ignore_eos=True, speculate="off")
+        assert engine.generate(PROMPT, 16, ignore_eos=True).token_ids == plain.token_ids
+
+
 def test_it_must_have_the_same_tokens(folder) -> None:
     tokenizer = byte_tokenizer()
     path = folder()

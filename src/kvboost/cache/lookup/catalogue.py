@@ -25,8 +25,10 @@ Where = Callable[[ChunkKey], "str | None"]
 
 
 class Catalogue:
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, *, resumes: bool = False) -> None:
+        """``resumes``: for a model with states, which can go on only where one is stored."""
         self._window = window
+        self._resumes = resumes
         self.clear()
 
     def clear(self) -> None:
@@ -90,6 +92,9 @@ class Catalogue:
         """
         order = sortable(token_ids)
         exact = self._walk(root, root, Lineage.EXACT, token_ids, order, 0, where)
+        if self._resumes:
+            matched = exact[-1].end if exact else 0
+            return KnownRows(self._up_to_state(root, token_ids, where), matched=matched)
         if not moved_before:
             return KnownRows(exact)
         approximate = self._continue(root, exact, token_ids, order, repair, where)
@@ -115,6 +120,8 @@ class Catalogue:
         """The chunks that hold the beginning of ``token_ids`` at its own position: the exact prefix
         and the approximate rows that continue it."""
         order = sortable(token_ids)
+        if self._resumes:
+            return self._up_to_state(root, token_ids, where)
         exact = self._walk(root, root, Lineage.EXACT, token_ids, order, 0, where)
         return (*exact, *self._continue(root, exact, token_ids, order, repair, where))
 
@@ -184,6 +191,10 @@ class Catalogue:
         """Whether no chunk continues this one."""
         return not self._tree.has_children(key)
 
+    def num_children(self, key: ChunkKey) -> int:
+        """How many chunks continue this one."""
+        return self._tree.num_children(key)
+
     def check_integrity(self) -> list[str]:
         problems = self._anchors.check_integrity()
         if not len(self._anchors) == len(self._tree) == len(self._infos):
@@ -220,6 +231,32 @@ class Catalogue:
             hits.append(Hit(info, start, num_tokens, tier=tier))
             start += num_tokens
         return tuple(hits)
+
+    def _up_to_state(self, root: ChunkKey, token_ids: TokenIds, where: Where) -> tuple[Hit, ...]:
+        """The whole chunks at the beginning of ``token_ids``, up to the last one with states. The
+        same text may be cut in several ways, so all of them are followed."""
+        path: list[tuple[int, Hit]] = []  # each with the number of the one before it
+        best = -1
+        left: list[tuple[ChunkKey, int]] = [(root, -1)]
+        while left:
+            parent, before = left.pop()
+            start = path[before][1].end if before >= 0 else 0
+            for key in self._tree.whole_children(parent, token_ids[start:]):
+                info, tier = self._infos[key], where(key)
+                if tier is None or info.lineage is not Lineage.EXACT:
+                    continue
+                if (info.root, info.base_position) != (root, start):
+                    info = replace(info, root=root, base_position=start)
+                path.append((before, Hit(info, start, info.num_tokens, tier=tier)))
+                number = len(path) - 1
+                if info.has_state and (best < 0 or path[best][1].end < start + info.num_tokens):
+                    best = number
+                left.append((key, number))
+        hits: list[Hit] = []
+        while best >= 0:
+            best, hit = path[best]
+            hits.append(hit)
+        return tuple(reversed(hits))
 
     def _continue(
         self,

@@ -89,6 +89,9 @@ class KnownRows:
     exact: tuple[Hit, ...] = ()
     approximate: tuple[Hit, ...] = ()
     moved: tuple[MovedRun, ...] = ()
+    matched: int = 0
+    """Of a model with states: how many of the first rows are known. Those after the last state,
+    where ``exact`` ends, cannot be used."""
 
     @property
     def in_place(self) -> tuple[Hit, ...]:

@@ -10,7 +10,7 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,6 +71,10 @@ class PrefixTree:
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
 
+    def num_children(self, key: ChunkKey) -> int:
+        siblings = self._children.get(key)
+        return 0 if siblings is None else len(siblings.keys)
+
     def match(
         self, root: ChunkKey, token_ids: TokenIds, start: int = 0, order: bytes | None = None
     ) -> list[PrefixMatch]:
@@ -118,6 +122,29 @@ class PrefixTree:
             if common > (best.num_tokens if best else 0):
                 best = PrefixMatch(key, common)
         return best
+
+    def whole_children(self, parent: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+        """The children of ``parent`` whose tokens are all at the beginning of ``token_ids``, the
+        longest first."""
+        siblings = self._children.get(parent)
+        if siblings is None:
+            return []
+        found: list[ChunkKey] = []
+        token_ids = token_ids[: self._longest]
+        wanted = sortable(token_ids)
+        # The last one that does not sort after the wanted bytes is a prefix of them, or shows how
+        # long a prefix can be at most: a longer one would sort between the two.
+        at = bisect_right(siblings.order, wanted)
+        while at:
+            key, nearest = siblings.keys[at - 1], siblings.order[at - 1]
+            if wanted.startswith(nearest):
+                found.append(key)
+                wanted = nearest[:-TOKEN_BYTES]
+            else:
+                common = common_prefix(self.nodes[key].token_ids, token_ids)
+                wanted = wanted[: common * TOKEN_BYTES]
+            at = bisect_right(siblings.order, wanted, 0, at - 1)
+        return found
 
     def following(self, parent: ChunkKey, token_ids: TokenIds, least: int) -> TokenIds:
         """The first tokens, ``least`` or more if there are as many, of the path below ``parent``

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage
 from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
+from kvboost.cache.states import rows_only
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ordered import ORDER_SECONDS, Aside, OrderedTier
 from kvboost.cache.tiers.stats import MoveStats, TierStats
@@ -56,13 +57,16 @@ class Residency:
         policy: Callable[[], EvictionPolicy],
         max_chunks: int | None = None,
         attention_share: float = 0.0,
+        state_every: int | None = None,
     ) -> None:
+        """``state_every``: how many rows apart states are kept, of a model that has some."""
         self.owner = owner
         self.writer: Writer | None = None
         """Attached by the transfers if there is a slow tier."""
         self.counts: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         self._attention_share = attention_share
+        self._state_every = state_every
         self._usual_norm = 0.0
         self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
@@ -236,6 +240,18 @@ class Residency:
                     tier.remove(key)
                     if tier is not self._on_disk:
                         tier.tier.delete(key)
+
+    def drop_states(self, key: ChunkKey) -> ChunkInfo | None:
+        """Drops the states of a chunk in memory, if it is there; returns what it is then."""
+        smaller: ChunkInfo | None = None
+        for tier in (self._gpu, self._ram):
+            chunk = None if tier is None else tier.get(key)
+            if tier is not None and chunk is not None:
+                slim = rows_only(chunk)
+                tier.delete(key)
+                tier.put(slim)
+                smaller = slim.info
+        return smaller
 
     def leave_memory(self, infos: Iterable[ChunkInfo]) -> int:
         """Takes chunks that are not in use out of the tiers in memory; returns how many. What is
@@ -414,7 +430,12 @@ class Residency:
             self.counts["demoted"] += 1
 
     def _entry(self, info: ChunkInfo) -> Entry:
-        cost = recompute_cost(info.base_position, info.num_tokens, self._attention_share)
+        position, num_tokens = info.base_position, info.num_tokens
+        if info.has_state and self._state_every is not None:
+            # Without it, a prompt goes on from an earlier state: so many rows are computed again.
+            num_tokens = min(info.end, max(self._state_every, num_tokens))
+            position = info.end - num_tokens
+        cost = recompute_cost(position, num_tokens, self._attention_share)
         # Keys of small norm are attended to more (Devoto et al. 2024): half the usual norm, twice
         # as important.
         importance = 1.0

@@ -16,6 +16,7 @@ from typing import Any
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model import weights
 from kvboost.model.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.fit.states import layers_with_rows, state_numbers
 from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.unsupported import WHY_NOT
 
@@ -60,6 +61,15 @@ class ModelHeader:
     """Bytes that are not on this machine yet."""
     model_type: str | None = None
     """As in transformers; None if the header does not say."""
+    states: tuple[int, int] | None = None
+    """The numbers that convolutions and recurrent layers hold for one text; None if there are no
+    such layers, or the header does not say."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """The size of the states that are kept at one token, if the model runs in 16 bits:
+        recurrent layers hold numbers of 32."""
+        return None if self.states is None else 2 * self.states[0] + 4 * self.states[1]
 
     @property
     def reused(self) -> str | None:
@@ -240,7 +250,10 @@ def _from_config(
         architecture=str(text.get("model_type", "unknown")),
         tensors=tuple(stored),
         layers=layers or 0,
-        kv_numbers=_kv_numbers(text, layers, keeps_latents=keeps_latents),
+        kv_numbers=_kv_numbers(
+            text, layers_with_rows(config) or layers, keeps_latents=keeps_latents
+        ),
+        states=state_numbers(config),
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
@@ -248,14 +261,27 @@ def _from_config(
 
 
 def _kv_numbers(text: Mapping[str, Any], layers: int | None, *, keeps_latents: bool) -> int | None:
-    """Numbers of KV that a token has in all layers. Of a model with latents, these."""
+    """Numbers of KV that a token has in all layers: of a model with latents, these. Layers of Gemma
+    3n and 4 that read the KV of others have none of their own, and full layers of Gemma 4 have
+    other heads: written in either of two ways."""
     if keeps_latents:
         row = int(text.get("kv_lora_rank") or 0) + int(text.get("qk_rope_head_dim") or 0)
         return layers * row if layers and row else None
     heads, width = (_first(text, names) for names in (_NUM_HEADS, _WIDTH))
     head_dim = text.get("head_dim") or (width // heads if width and heads else None)
     kv_heads = text.get("num_key_value_heads") or heads
-    return 2 * layers * kv_heads * head_dim if layers and kv_heads and head_dim else None
+    if not layers or not kv_heads or not head_dim:
+        return None
+    full_heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    wide = {"num_key_value_heads": full_heads, "head_dim": text.get("global_head_dim")}
+    kinds = text.get("layer_types") or []
+    others = {str(at): wide for at, kind in enumerate(kinds) if kind == "full_attention"}
+    others |= text.get("per_layer_config") or {}
+    numbers = 0
+    for layer in range(layers - (text.get("num_kv_shared_layers") or 0)):
+        its = others.get(str(layer), {})
+        numbers += (its.get("num_key_value_heads") or kv_heads) * (its.get("head_dim") or head_dim)
+    return 2 * numbers
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -34,9 +34,19 @@ class DraftModel:
     def __init__(self, name: str | os.PathLike[str], serves: LoadedModel) -> None:
         """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
         they have other tokens."""
+        if serves.forward.states:
+            raise ConfigError(
+                f"draft_model={os.fspath(name)!r}: {serves.name!r} keeps states, which cannot go "
+                "back to before a draft; leave draft_model out"
+            )
         dtype = serves.forward.shape.dtype
         form = "packed" if _has_codes(name) and is_fast(serves.device, dtype) else "auto"
         self._model = load(name, device=serves.device, dtype=dtype, weight_form=form)
+        if self._model.forward.states:
+            raise ConfigError(
+                f"draft_model={os.fspath(name)!r} keeps states, which cannot go back to before a "
+                "draft; take a model without them"
+            )
         self._vocab_size = min(serves.vocab_size, self._model.vocab_size)
         if self._model.tokenizer.vocabulary() != serves.tokenizer.vocabulary():
             raise ConfigError(
