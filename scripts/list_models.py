@@ -27,9 +27,9 @@ float32. [What is not supported](#not-supported-yet) comes below, with the reaso
 `python scripts/list_models.py` writes this page. What it says of keys is measured on the models of
 the tests. A test fails if the page is out of date.
 
-- **Family**: `model_type` in a model's `config.json`. Models that see (`gemma3`, `gemma4`,
-  `internvl`, `kimi_k25`, `llama4`, `mistral3`,
-  `qwen3_5`, `qwen3_5_moe`) read text only.
+- **Family**: `model_type` in a model's `config.json`.
+- **Images**: prompts may have [images](howto/images.md). They are reused as text is, exactly and
+  moved, or only exactly. Of other models that see, such as `gemma4`, the text part runs.
 - **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
   *From states*: it goes on from the last place before that where states are kept, see
   [Models with states](states.md).
@@ -130,17 +130,20 @@ def describe(model: Any) -> Family:
     kinds = set(getattr(text, "layer_types", None) or ())
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)
-    moves = plain and pages and not capped and not windowed
+    sees = getattr(model.config, "vision_config", None) is not None
+    moves = plain and pages and not capped and not windowed and not sees
     in_vllm = "–" if latent else "exact, moved" if moves else "exact"
     return Family(name, True, packed, pages, keys, in_vllm)
 
 
 def page() -> str:
     """The whole page."""
+    from kvboost.model.compat import how_images_are_reused
     from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
     from kvboost.model.unsupported import WHY_NOT
 
-    heads = ("Family", "Exact", "Moved", "Batch", "Pages", "Adapters", "Packed", "In vLLM", "Keys")
+    heads = ("Family", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
+    heads += ("In vLLM", "Keys")
     rows = [" | ".join(heads), " | ".join(["---"] * len(heads))]
     for family in sorted(families(), key=lambda family: family.name):
         in_gguf = family.name.removesuffix("_text") in IN_GGUF
@@ -148,6 +151,8 @@ def page() -> str:
         exact = "from states" if family.states else exact
         adapters = "yes" if family.adapters else "–"
         marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
+        images = {"exact": "exact", "moved": "exact, moved", "": "–"}
+        marks.insert(1, images[how_images_are_reused(family.name)])
         cells = [f"`{family.name}`", exact, *marks, adapters, "yes" if in_gguf else "–"]
         rows.append(" | ".join([*cells, family.in_vllm, family.keys]))
     written = INTRODUCTION + "\n".join(f"| {row} |" for row in rows) + "\n"

@@ -118,6 +118,8 @@ class FakeEngine:
         self.pinned_ids: dict[str, list[int]] = {}
         self.most_pinned = 1000
 
+    image_reader = "this model cannot be given images"
+
     def facts(self) -> dict[str, Any]:
         return {"architecture": "Fake", "device": "cpu"}
 

@@ -139,7 +139,9 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", _SIZES),
     "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
 }
-SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3")
+READING_IMAGES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+"""Those of ``vision_models.py`` alone."""
+SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", *READING_IMAGES)
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 
@@ -167,6 +169,10 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
 
 def seeing_model(name: str) -> PreTrainedModel:
     """A text model beside a vision tower."""
+    if name in READING_IMAGES:
+        from vision_models import make_vision_model  # which imports this module
+
+        return make_vision_model(name)
     torch.manual_seed(0)
     vision: dict[str, Any] = {
         "hidden_size": 32,

@@ -12,6 +12,7 @@ from kvboost.errors import (
     ConfigError,
     ContextLengthError,
     ForgetError,
+    ImageError,
     KVBoostError,
     KVTooLargeError,
     ModelError,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from kvboost.runtime.streams import AsyncTextStream, TextStream
     from kvboost.tokens.prompt import Conversation
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 
 __all__ = [
     "AdapterError",
@@ -80,6 +81,7 @@ __all__ = [
     "GenerationResult",
     "HealReport",
     "Healing",
+    "ImageError",
     "KVBoost",
     "KVBoostError",
     "KVEvents",

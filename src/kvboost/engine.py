@@ -57,10 +57,13 @@ from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
 from kvboost.structured.library import missing
 from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -117,6 +120,7 @@ class KVBoost(TextCache):
         - drafts: ``speculate="auto"``, ``draft_model=None``
         - quantised models: ``weights="auto"``
         - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
+        - images: ``max_images=32``, ``max_image_bytes="20MiB"``, ``max_image_pixels=24_000_000``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -152,11 +156,13 @@ class KVBoost(TextCache):
         tokenizer: Any,
         *,
         strict: bool = True,
+        image_processor: Any = None,
         config: EngineConfig | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Takes a transformers model and tokenizer that are already in memory. ``options`` are
         those of the engine, see :meth:`from_pretrained`; they override those of ``config``.
+        ``image_processor``, transformers' own, lets a model that sees read images.
 
         Until :meth:`close`, KVBoost replaces the model's attention, and its weights must not
         change; switching between named adapters is fine."""
@@ -167,7 +173,7 @@ class KVBoost(TextCache):
             raise ConfigError(
                 "device_memory moves a model to the GPU, layer by layer: use from_pretrained"
             )
-        return cls(wrap(model, tokenizer, strict=strict), config)
+        return cls(wrap(model, tokenizer, strict=strict, image_processor=image_processor), config)
 
     @property
     def config(self) -> EngineConfig:
@@ -275,9 +281,10 @@ class KVBoost(TextCache):
         use = tool_use(tools, tool_choice)
         said = Conversation(messages, use.offered, template_options or {})
         said, applied = edit_context(said, context_management, lambda one: len(self.encode(one)))
-        ids = self.encode(said)
+        read = self.read(said)
+        ids = read.token_ids.tolist()
         prepared: Any = self.answer_options(ids, use, options)
-        state = self._requests.begin(ids, max_new_tokens, mode, prepared, clock)
+        state = self._requests.begin(read, max_new_tokens, mode, prepared, clock)
         result = replace(_whole(self._stream(state)), applied_edits=applied)
         return with_parts(result, self.answer_parser(ids, use))
 
@@ -312,7 +319,7 @@ class KVBoost(TextCache):
     def answer_to(
         self,
         listen: Callable[[RequestState], AnswerListener],
-        prompt: Sequence[int] | TokenIds,
+        prompt: Sequence[int] | TokenIds | ReadPrompt,
         max_new_tokens: int,
         mode: GenerationMode | str,
         *,
@@ -390,8 +397,9 @@ class KVBoost(TextCache):
         if isinstance(continuation, str):
             raise PromptError("continuation is token ids, such as a result's token_ids")
         follow = self._prompts.read(continuation)
-        ids = as_token_ids(np.concatenate([self._prompts.read(prompt), follow[:-1]]))
-        request = self._requests.plain(ids, mode, options)
+        read = self._prompts.read_whole(prompt)
+        ids = as_token_ids(np.concatenate([read.token_ids, follow[:-1]]))
+        request = self._requests.plain(replace(read, token_ids=ids), mode, options)
         clock.lap("tokenize")
         state = RequestState(request, clock)
         logits = Generation(self._runtime, state, len(follow)).score()

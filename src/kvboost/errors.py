@@ -5,6 +5,7 @@
     │   └── StructuredOutputError            a format that answers cannot be held to
     ├── PromptError (ValueError)             the prompt cannot be served
     │   ├── ContextLengthError               it is longer than the model's context
+    │   ├── ImageError                       an image of it cannot be read
     │   └── KVTooLargeError                  its KV would not fit, even if it ran alone
     ├── QueueFullError                       too many requests are waiting
     ├── ShuttingDownError                    the engine takes no new requests
@@ -57,6 +58,10 @@ class ContextLengthError(PromptError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class ImageError(PromptError):
+    """An image of the prompt cannot be read, or is too large."""
 
 
 class KVTooLargeError(PromptError):

@@ -18,3 +18,10 @@ def test_facts_describe_the_model_the_device_and_the_options() -> None:
     assert facts["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 4  # k and v, layers, heads, width, bytes
     assert facts["chunk_size"] == 16 and facts["heal"] == "off"
     json.dumps(facts)
+
+
+def test_layers_that_read_the_kv_of_others_count() -> None:
+    with make_engine(tiny_model("gemma3n_text")) as engine:
+        facts = engine.facts()
+    assert facts["layers"] == 6
+    assert facts["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # only four store KV

@@ -129,6 +129,15 @@ def serve(
             "exact ones (mean KL).",
         ),
     ] = None,
+    max_images: Annotated[
+        int, typer.Option(min=0, help="The most images of a prompt, for models that see.")
+    ] = EngineConfig.max_images,
+    max_image_bytes: Annotated[
+        str, typer.Option(help="The largest file of an image, such as 20MiB.")
+    ] = format_bytes(EngineConfig.max_image_bytes),
+    max_image_pixels: Annotated[
+        int, typer.Option(min=1, help="The most pixels of an image before it is scaled down.")
+    ] = EngineConfig.max_image_pixels,
     speculate: Speculate = str(EngineConfig.speculate),
     draft_model: DraftModel = None,
     device_memory: DeviceMemory = None,
@@ -319,6 +328,9 @@ def serve(
                 kv_cache_bits=kv_bits,
                 heal=heal,
                 max_audit_kl=max_audit_kl,
+                max_images=max_images,
+                max_image_bytes=max_image_bytes,
+                max_image_pixels=max_image_pixels,
                 speculate=speculation(speculate),
                 draft_model=draft_model,
                 device_memory=device_memory,

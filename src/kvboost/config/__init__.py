@@ -24,6 +24,7 @@ from kvboost.config.environment import (
 )
 from kvboost.config.events import KVEvents
 from kvboost.config.extras import install_extra
+from kvboost.config.images import ImageLimits
 from kvboost.config.keywords import (
     REMOVED,
     EngineOptions,
@@ -83,6 +84,7 @@ __all__ = [
     "EngineOptions",
     "GenerationMode",
     "HubOptions",
+    "ImageLimits",
     "KVEvents",
     "LoadOptions",
     "RepairParams",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.events import KVEvents
+from kvboost.config.images import ImageLimits
 from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
 from kvboost.config.sizes import parse_bytes
@@ -154,6 +155,17 @@ class EngineConfig:
     """What streamed layers may take of the machine's memory; others are read from disk in every
     forward. By default four fifths of what is free."""
 
+    max_images: int = 32
+    """The most images of a prompt."""
+    max_image_bytes: int = 20 * 1024**2
+    """The largest file of an image."""
+    max_image_pixels: int = 24_000_000
+    """The most pixels of an image before it is scaled down: that takes ten bytes for each."""
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
+
     @property
     def repair(self) -> RepairParams:
         return RepairParams(
@@ -195,6 +207,8 @@ class EngineConfig:
         one_of(self.graphs, GRAPHS, "graphs")
         one_of(self.weights, WEIGHTS, "weights")
         most_drafted(self.speculate)
+        whole(self.max_images, 0, "max_images")
+        whole(self.max_image_pixels, 1, "max_image_pixels")
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
         at_least(self.sharing_wait, 0.0, "sharing_wait")
@@ -249,5 +263,6 @@ SIZES = (
     "far_kv_bytes",
     "device_memory",
     "host_memory",
+    "max_image_bytes",
 )
 """The options of EngineConfig that are sizes."""

@@ -54,6 +54,9 @@ class EngineOptions(TypedDict, total=False):
     weights: str
     device_memory: int | str | None
     host_memory: int | str | None
+    max_images: int
+    max_image_bytes: int | str
+    max_image_pixels: int
 
 
 class HubOptions(TypedDict, total=False):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.unsupported import WHY_NOT
+from kvboost.model.vision.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +75,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "flint": ROPE,
     "gemma": ROPE,
     "gemma2": ROPE,
-    "gemma3": ROPE,  # text only, as all models here that see
+    "gemma3": ROPE,
     "gemma3_text": ROPE,
     "gemma3n_text": ROPE,
     "gemma4": ROPE,
@@ -95,6 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan_v1_moe": ROPE,
     "hy_v3": ROPE,
     "hyperclovax": ROPE,
+    "idefics3": ROPE,
     "internvl": ROPE,  # the InternLM family as transformers ships it
     "jais2": ROPE,
     "kimi_k25": LATENT,  # text only
@@ -124,11 +126,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": ROPE,
     "phimoe": ROPE,
     "qwen2": ROPE,
+    "qwen2_5_vl": ROPE,
     "qwen2_moe": ROPE,
     "qwen3": ROPE,
     "qwen3_moe": ROPE,
+    "qwen3_vl": ROPE,
     "seed_oss": ROPE,
     "smollm3": ROPE,
+    "smolvlm": ROPE,
     "solar_open": ROPE,
     "stablelm": ROPE,
     "starcoder2": ROPE,
@@ -214,13 +219,26 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     return Support(model_type, architecture, min(limits, default=None), switches)
 
 
+IMAGES = {
+    "moved": ", and so are images",
+    "exact": "; it reads images, and prompts with images are reused exactly",
+    "": "",
+}
+
+
+def how_images_are_reused(model_type: str) -> str:
+    """``"exact"`` or ``"moved"``; empty if KVBoost reads no images for this model type."""
+    family = FAMILIES.get(model_type)
+    return "" if family is None else "moved" if family.grid is None else "exact"
+
+
 def what_is_reused(model_type: str) -> str:
     """What of a model type's text is reused, in words; why not, if nothing is."""
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
     if architecture.why_exact_only is None:
-        return "exact and moved text is reused"
+        return f"exact and moved text is reused{IMAGES[how_images_are_reused(model_type)]}"
     if architecture.states:
         return (
             f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"

@@ -9,6 +9,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,10 @@ from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.sampling import Sampler, TokenMask
 from kvboost.model.scans import scanning, scans
-from kvboost.model.segment import Segment
+from kvboost.model.segment import ImageRows, Segment
 from kvboost.model.states import RowStates
 from kvboost.model.triton.host import to_device
+from kvboost.model.vision.deep import DeepFeatures
 
 log = logging.getLogger("kvboost")
 
@@ -93,6 +95,7 @@ class Forward:
         self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
         self.lock = threading.RLock()
+        self._deep: DeepFeatures | None = None
         self._depth = 0
         """How many forwards have begun and not ended: one within the other."""
         self.between_parts: Callable[[], None] | None = None
@@ -175,6 +178,16 @@ class Forward:
         return self.shape
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shape.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers that it computes with."""
+        return self.shape.dtype
+
+    @property
     def has_kernels(self) -> bool:
         """Whether our kernels run this model."""
         return self._kernels is not None
@@ -184,7 +197,7 @@ class Forward:
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
-            self.model.set_attn_implementation(attention.NAME)
+            self._set_attention(attention.NAME)
             for latent in self._latents:
                 latent.bind()
 
@@ -194,9 +207,14 @@ class Forward:
             if not self.streams:
                 key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
-                self.model.set_attn_implementation(self._own_attention)
+                self._set_attention(self._own_attention)
                 for latent in self._latents:
                     latent.release()
+
+    def _set_attention(self, name: str) -> None:
+        """Changes the attention of the text model, and of no vision tower beside it."""
+        parts = {"text_config"} & set(self.model.config.sub_configs)
+        self.model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)})
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Makes an adapter ready for requests. Waits for the forward that runs now."""
@@ -313,6 +331,8 @@ class Forward:
 
             return self._run(segments, self._cache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
+        if any(segment.whole_images for segment in segments):
+            kernels = None  # ours are causal
         cache = self._cache(Batch(segments, kernels, self.between_parts))
         if self._head is None:
             return self._run(segments, cache)
@@ -356,23 +376,52 @@ class Forward:
 
     def _run(self, segments: Sequence[Segment], cache: PackedCache | SequenceCache) -> torch.Tensor:
         device = self.shape.device
-        kwargs: dict[str, Any] = {}
-        token_ids = _token_ids(segments, device)
+        images = self._image_rows(segments)
+        kwargs = self._inputs(segments, images)
         if self.packed or self.states:
-            positions = [segment.position_ids(device) for segment in segments]
-            kwargs["position_ids"] = torch.cat(positions)[None]
+            kwargs["position_ids"] = _rotated_by(segments, device)
         wanted = _wanted_rows(segments, device)
         if self._selects_rows:
             kwargs["logits_to_keep"] = wanted
         self._depth += 1
         try:
-            with self._hooks.applied(segments):
-                logits = self.model(
-                    input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
-                ).logits[0]
+            with self._hooks.applied(segments), self._deep_features(images):
+                logits = self.model(past_key_values=cache, use_cache=True, **kwargs).logits[0]
         finally:
             self._depth -= 1
         return logits if self._selects_rows else logits[wanted]
+
+    def _image_rows(self, segments: Sequence[Segment]) -> ImageRows | None:
+        """The rows of images among those of all segments."""
+        rows, features, first = [], [], 0
+        for segment in segments:
+            if (images := segment.images) is not None:
+                rows.append(images.rows + first)
+                features.append(images.features)
+            first += len(segment)
+        if not rows:
+            return None
+        there = to_device(torch.cat(rows), torch.int64, self.shape.device)
+        return ImageRows(there, torch.cat(features))
+
+    def _inputs(self, segments: Sequence[Segment], images: ImageRows | None) -> dict[str, Any]:
+        """The tokens of all segments, or their embeddings if some rows are those of images."""
+        token_ids = _token_ids(segments, self.shape.device)[None]
+        if images is None:
+            return {"input_ids": token_ids}
+        embedded = self.model.get_input_embeddings()(token_ids)
+        embedded[0, images.rows] = images.features[:, 0].to(embedded)
+        return {"inputs_embeds": embedded}
+
+    def _deep_features(self, images: ImageRows | None) -> AbstractContextManager[None]:
+        """Adds the features of images to what the first layers give, while a forward runs."""
+        if self._deep is None:
+            if images is None or images.features.shape[1] == 1:
+                return nullcontext()
+            self._deep = DeepFeatures(self.model.get_decoder().layers)
+        rows = None if images is None else images.rows
+        deep = () if images is None else images.features.unbind(1)[1:]
+        return self._deep.added(rows, deep)
 
 
 def _distance(given: torch.Tensor, expected: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -392,6 +441,19 @@ def _token_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tenso
     if any(some.device != ids[0].device for some in ids):
         ids = [some.to(device) for some in ids]
     return to_device(torch.cat(ids), torch.int64, device)
+
+
+def _rotated_by(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """The positions that the model rotates rows by, ``[1, rows]``, or ``[3, 1, rows]``."""
+    if all(segment.places is None for segment in segments):
+        return torch.cat([segment.position_ids(device) for segment in segments])[None]
+    places = [
+        segment.position_ids(device).expand(3, -1)
+        if segment.places is None
+        else to_device(segment.places, torch.int64, device)
+        for segment in segments
+    ]
+    return torch.cat(places, 1)[:, None]
 
 
 def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:

@@ -46,6 +46,8 @@ from kvboost.model.streaming.parking import Parking, host_bytes
 from kvboost.model.streaming.place import Placement, check_device, place
 from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.vision.loading import find_processor, make_tower
+from kvboost.model.vision.tower import VisionTower
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class LoadedModel:
     """How keys rotate with their position; None if they do not."""
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
+    vision: VisionTower | str = "this model cannot be given images"
+    """What makes the features of images; why it sees none, if it does not."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -123,7 +127,14 @@ def load(
         model, tokenizer = read(
             name, strict=strict, device=device, dtype=dtype, weight_form=weight_form, **hf_kwargs
         )
-        return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
+        return wrap(
+            model,
+            tokenizer,
+            name=os.fspath(name),
+            strict=strict,
+            own=True,
+            image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
+        )
     target = pick_device(device)
     check_device(target)
     parking = Parking(host_bytes(budget.host_bytes))
@@ -142,6 +153,7 @@ def load(
         name=os.fspath(name),
         strict=strict,
         own=True,
+        image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
         move=lambda model: place(model, target, budget, spilled_bytes=parking.spilled_bytes),
     )
 
@@ -190,6 +202,21 @@ def read(
                 _finish_expanding(model, chosen_dtype)
             tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
+
+
+def _image_processor(
+    name: str | os.PathLike[str],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_kwargs: Mapping[str, Any],
+) -> Any:
+    """What scales images for a model that sees; None if it does not, or lacks one."""
+
+    def source() -> tuple[str, Mapping[str, Any]]:
+        found = _locate(name, hf_kwargs)
+        return found.place, found.options
+
+    return find_processor(config, tokenizer, source)
 
 
 def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -266,10 +293,12 @@ def wrap(
     own: bool = False,
     make_forward: Callable[..., Forward] = Forward,
     move: Callable[[PreTrainedModel], Placement] | None = None,
+    image_processor: Any = None,
 ) -> LoadedModel:
     """A model that is already in memory, ready to serve. From now on KVBoost computes its
     attention. If the caller gives the model away (``own``), KVBoost may also rearrange its
-    weights, and ``move`` it to another device."""
+    weights, and ``move`` it to another device. ``image_processor``: transformers' own, for a model
+    that sees."""
     support = check(model.config, strict=strict)
     model = model.eval()
     if model.generation_config is None:
@@ -307,6 +336,7 @@ def wrap(
         eos_ids=eos_ids(model.generation_config),
         rotation=key_rotation(model, support, forward.observed, strict=strict),
         placement=placement,
+        vision=make_tower(forward, tokenizer, image_processor),
     )
     if loaded.slow_dtype is not None:
         warnings.warn(loaded.slow_dtype, stacklevel=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,7 @@ def load_part(
         **hf_kwargs,
     )
     loaded = wrap(model, tokenizer, name=os.fspath(name), strict=strict, make_forward=make_forward)
+    loaded = replace(loaded, vision=f"tp_size={tp_size}: images need tp_size=1")
     here, whole = loaded.forward.uniform_shape.num_kv_heads, num_kv_heads(model.config)
     if here not in (whole, whole // tp_size):
         raise UnsupportedModelError(

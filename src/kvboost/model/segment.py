@@ -34,6 +34,20 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
     return keys <= queries - window
 
 
+@dataclass(frozen=True)
+class ImageRows:
+    """The rows of a segment that are rows of images: the model is given features, and no tokens."""
+
+    rows: torch.Tensor
+    """Their numbers in the segment, ``[rows]``, on the host."""
+    features: torch.Tensor
+    """``[rows, parts, width]``, on the model's device: what replaces the embeddings of tokens, and
+    what is added to the rows after each of the first layers (DeepStack)."""
+    ahead: tuple[tuple[int, int], ...] = ()
+    """Positions ``[start, end)`` of images whose rows also attend to those after them, up to the
+    end. All of these are in the request's KV, or in the segment."""
+
+
 class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
@@ -77,7 +91,9 @@ class Segment:
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
     before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
-    its hook sees, in a forward of its own.
+    its hook sees, in a forward of its own. ``images``: which rows are those of images. ``places``,
+    ``[3, rows]`` on the host: what the rows are rotated by in time, height and width, if that is
+    not their positions (M-RoPE).
     """
 
     kv: RequestKV
@@ -94,6 +110,8 @@ class Segment:
     beside: Segment | None = None
     beside_ahead: Segment | None = None
     observes: bool = False
+    images: ImageRows | None = None
+    places: torch.Tensor | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_masks: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -123,8 +141,14 @@ class Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether these are consecutive rows that attend to everything before them."""
-        return isinstance(self.positions, range) and self.absent is None
+        """Whether these are consecutive rows that attend to everything before them, and to nothing
+        else."""
+        return isinstance(self.positions, range) and self.absent is None and not self.whole_images
+
+    @property
+    def whole_images(self) -> tuple[tuple[int, int], ...]:
+        """Images whose rows attend to those after them: see ``ImageRows``."""
+        return () if self.images is None else self.images.ahead
 
     def num_before(self, position: int) -> int:
         """How many of its rows are before ``position``."""
@@ -154,8 +178,9 @@ class Segment:
         """The rows in blocks, each with the keys it may attend to; made once a forward."""
         if window not in self._blocks:
             positions = self.position_ids(like.device)
+            rules = window, like, self.absent, self.whole_images
             self._blocks[window] = [
-                Block.of(start, positions[start : start + BLOCK_ROWS], window, like, self.absent)
+                Block.of(start, positions[start : start + BLOCK_ROWS], *rules)
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
@@ -182,22 +207,28 @@ class Block:
         window: int | None,
         like: torch.Tensor,
         absent: torch.Tensor | None = None,
+        ahead: Sequence[tuple[int, int]] = (),
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
+        reach = max(last + 1, *(end for begin, end in ahead if begin <= last), 0)
         grid = grid_of(like)
         first_key = 0
         if isinstance(window, ChunkWindow):
             first_key = first // window * window // grid * grid
         elif window is not None:
             first_key = max(0, first + 1 - window) // grid * grid
-        end_key = round_up(last + 1, grid)
+        end_key = round_up(reach, grid)
         keys = torch.arange(first_key, end_key, device=like.device)
         queries = positions[:, None]
         hidden = keys > queries
+        for begin, end in ahead:
+            inside = (queries >= begin) & (queries < end)
+            hidden &= ~(inside & (keys >= begin) & (keys < end))
         if window is not None:
             hidden |= is_beyond(window, keys, queries)
         if absent is not None:
-            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1].to(like.device)
+            end = min(reach, len(absent))
+            hidden[:, : end - first_key] |= absent[first_key:end].to(like.device)
         rows, width = round_up(len(positions), grid), round_up(len(keys), 8)
         mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
         mask[: len(positions)].masked_fill_(hidden, float("-inf"))

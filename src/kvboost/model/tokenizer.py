@@ -87,9 +87,8 @@ class ModelTokenizer:
             return None
         message = {"role": "user", "content": _CONTENT}
         try:
-            text = self.hf.apply_chat_template(
-                [message], add_generation_prompt=True, tokenize=False
-            )
+            said = _in_parts(message) if self._wants_parts else message
+            text = self.hf.apply_chat_template([said], add_generation_prompt=True, tokenize=False)
         except TemplateError:
             return None
         before, found, after = str(text).partition(_CONTENT)
@@ -98,9 +97,10 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._fast is not None:
             return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        size = self.size  # rows of images have larger ids
         return str(
             self.hf.decode(
-                list(ids),
+                [token for token in ids if token < size],
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=False,
             )
@@ -161,6 +161,8 @@ class ModelTokenizer:
                 "this model has no chat template; build the prompt yourself and call generate()"
             )
         messages = [self._in_known_role(message) for message in messages]
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
         given = dict(options or {})
         self._check_options(given)
         if (tools or uses_tools(messages)) and self._tools_option is None:
@@ -200,6 +202,19 @@ class ModelTokenizer:
         """Whether the template compares with ``role``, or sets it."""
         named = rf"""role\b[^%}}\n]*?['"]{re.escape(role)}['"]"""
         return re.search(named, self._template or "") is not None
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the chat template leaves out content that is no list of parts, as templates of
+        some models that see do."""
+        message = {"role": "user", "content": _CONTENT}
+        try:
+            if _CONTENT in str(self.hf.apply_chat_template([message], tokenize=False)):
+                return False
+            text = self.hf.apply_chat_template([_in_parts(message)], tokenize=False)
+        except (TemplateError, TypeError, ValueError):
+            return False
+        return _CONTENT in str(text)
 
     @cached_property
     def _tools_option(self) -> str | None:
@@ -274,3 +289,11 @@ class ModelTokenizer:
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
         return self.decode(prompt_ids[-_END_TOKENS:], skip_special_tokens=False)
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose text is a part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content:
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}

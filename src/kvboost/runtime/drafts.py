@@ -13,6 +13,7 @@ from kvboost.runtime.computing import Given
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.speculation.speculation import Speculator
 from kvboost.structured.grammars import Constraint
+from kvboost.tokens.images import num_text
 
 
 class Drafts:
@@ -66,6 +67,10 @@ class Drafts:
         most = min(limit - len(state.token_ids) - 1, LIMIT_DRAFTED)
         most = next((count for count in range(most) if switches_at(end + count)), most)
         allowed = len if constraint is None else constraint.num_allowed
-        drafted = self.speculator.draft(rows, most, allowed) if most > 0 else []
+
+        def may_follow(tokens: list[int]) -> int:
+            return allowed(tokens[: num_text(tokens)])
+
+        drafted = self.speculator.draft(rows, most, may_follow) if most > 0 else []
         state.drafted_tokens += len(drafted)
         return drafted

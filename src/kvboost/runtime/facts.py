@@ -22,7 +22,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "parameters": num_weights(model.forward.model)
         + (0 if placement is None else placement.host_weights),
         "weights": weights_of(model.forward.model),
-        "layers": shape.num_layers,
+        "layers": int(model.forward.model.config.get_text_config().num_hidden_layers),
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
         **device_of(model.device).facts(shape.dtype),

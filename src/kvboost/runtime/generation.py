@@ -35,9 +35,9 @@ from kvboost.runtime.planner import Lookup
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.sight import Sight
 from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
-from kvboost.tokens.hashing import TokenIds, as_token_ids
 
 DESCRIBED_ROWS = 128
 """Rows whose logits are held at a time, if the prompt's tokens are described too."""
@@ -72,6 +72,7 @@ class Generation:
         self._drafts = Drafts(state)
         self._leaves = True
         """Whether it leaves its rows to later requests."""
+        self._sight = Sight(runtime.model.vision, state)
         self._rows_run = 0
         """Rows of the forward that the next token comes from; 0 if it was drafted."""
 
@@ -195,7 +196,7 @@ class Generation:
 
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
-        state, ids = self._state, self._request.token_ids
+        state, ids = self._state, self._sight.token_ids
         described = self._request.params.prompt_logprobs
         state.rows = state.reuse.cached_tokens
         logits = []
@@ -205,7 +206,7 @@ class Generation:
                 end = min(end, start + DESCRIBED_ROWS)
             num_logits = max(0, end - max(start, self._live_end - 1))
             wanted = num_logits if described is None else end - start
-            given = yield from self._compute(ids[start:end], range(start, end), wanted)
+            given = yield from self._compute(range(start, end), wanted)
             if described is not None:
                 state.prompt_logprobs += describe_rows(given, ids[start + 1 : end + 1], described)
             logits.append(given[len(given) - num_logits :])
@@ -217,7 +218,7 @@ class Generation:
     def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
         """Computes the new rows of a prompt with moved spans, together with the moved rows that
         the repair strategy chooses. Returns the logits of the prompt's last rows."""
-        repairing = Repairing(self._runtime, self._state, self._kv, self._num_logits)
+        repairing = Repairing(self._runtime, self._state, self._kv, self._num_logits, self._sight)
         return (yield from repairing.run(plan))
 
     def _decode(self, given: Given) -> Steps:
@@ -228,7 +229,7 @@ class Generation:
         if request.grammar is not None:  # a forced token has no logits to describe
             constraint = request.grammar.start(forces=params.logprobs is None)
         sampler = self._backend.forward.sampler(
-            self._kv, params, model.generation_config, request.token_ids, constraint
+            self._kv, params, model.generation_config, request.vocabulary_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
         self._healing = StepHealing.of(self._runtime, state, self._kv)
@@ -316,8 +317,7 @@ class Generation:
             # From here on, every position rotates by other factors: compute the whole sequence
             # again. Its KV fits no shorter prompt, so it is not kept.
             state.kept = False
-            ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
-            given: Given | list[Picked] | None = yield from self._compute(ids, range(len(ids)), 1)
+            given: Given | list[Picked] | None = yield from self._compute(range(end), 1)
         else:
             healing = self._healing if state.has_slack else None
             if healing is not None and healing.catches_up(end):
@@ -342,6 +342,7 @@ class Generation:
                 and (beside is None or following is not None),
                 beside=beside,
                 beside_ahead=following,
+                places=self._sight.places(range(start, end + len(draft))),
             )
             if healing is not None and beside is not None:
                 healing.computed(beside)
@@ -392,13 +393,20 @@ class Generation:
         is_alone = is_alone and not self._kv.is_far
         return is_alone and self._backend.forward.num_graphs == self._num_graphs
 
-    def _compute(
-        self, token_ids: TokenIds, positions: range, num_logits: int
-    ) -> Computing[torch.Tensor]:
-        """Runs ``token_ids`` at ``positions``."""
+    def _compute(self, positions: range, num_logits: int) -> Computing[torch.Tensor]:
+        """Runs the tokens of the prompt, and perhaps of the answer, at ``positions``."""
         self._kv.prepare(positions.start, positions.stop)
-        ids = torch.from_numpy(token_ids.astype(np.int64))
-        logits = yield Segment(self._kv, ids, positions, num_logits, as_stock=self._as_stock)
+        ids = np.concatenate([self._sight.token_ids, self._state.token_ids]).astype(np.int64)
+        images = yield from self._sight.rows(positions)
+        logits = yield Segment(
+            self._kv,
+            torch.from_numpy(ids[positions.start : positions.stop]),
+            positions,
+            num_logits,
+            as_stock=self._as_stock,
+            images=images,
+            places=self._sight.places(positions),
+        )
         assert isinstance(logits, torch.Tensor)
         return logits
 
@@ -422,6 +430,6 @@ class Generation:
             step = self._state.slice_rows or self._backend.prefill_slice
         if self._kv.most_rows is not None:
             step = min(step, self._kv.most_rows)
-        end = min((start // step + 1) * step, total)
+        end = min(self._sight.slice_end(start, (start // step + 1) * step), total)
         mark = None if self._kv.states is None else self._kv.states.next_mark(start)
         return end if mark is None else min(end, mark)

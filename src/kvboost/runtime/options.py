@@ -25,6 +25,7 @@ from kvboost.runtime.request import Request
 from kvboost.structured.formats import FormatOptions
 from kvboost.structured.grammars import Grammar
 from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.images import PlacedImages
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -125,6 +126,7 @@ def make_request(
     grammar: Grammar | None = None,
     applied: AppliedAdapter | None = None,
     speculate: str | int = "auto",
+    images: PlacedImages | None = None,
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -178,4 +180,5 @@ def make_request(
         grammar,
         applied,
         speculate,
+        images,
     )

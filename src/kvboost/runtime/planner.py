@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
 from kvboost.model.compat import Support
@@ -18,6 +18,7 @@ from kvboost.reuse.repair import PROBE_BAND
 from kvboost.runtime.plan_facts import explainer, plan_facts
 from kvboost.runtime.request import Request
 from kvboost.tokens.hashing import ChunkKey
+from kvboost.tokens.images import PlacedImages
 
 
 class Lookup:
@@ -85,7 +86,7 @@ class Planner:
             pin=pin,
             ask_remote=ask_remote,
         ) as known:
-            yield known
+            yield known if request.images is None else _within(known, request.images)
 
     def plan(
         self,
@@ -120,6 +121,10 @@ class Planner:
                 f"{known.matched:,} tokens are known, and states after {plan.num_known:,} of them: "
                 "this model goes on from there"
             )
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and request.is_spatial:
+            notes.append(
+                "this model places rows after an image by its size: only exact hits are reused"
+            )
         if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
             notes.append(
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
@@ -146,7 +151,7 @@ class Planner:
             return "model"
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return "mode"
-        return "" if self._moves else "model"
+        return "" if self._moves and not request.is_spatial else "model"
 
     def _cacheable(self, request: Request) -> int:
         """How many of the first rows the cache may serve."""
@@ -166,3 +171,23 @@ class Planner:
         if limit is None:
             return sys.maxsize
         return limit if len(request.token_ids) < limit else 0
+
+
+def _within(known: KnownRows, images: PlacedImages) -> KnownRows:
+    """``known`` without the rows of images of which too few are known to tell which image it is."""
+    end = known.exact[-1].end if known.exact else 0
+    last = images.last_end(end)
+    exact = _until(known.exact, last)
+    approximate = known.approximate if last == end else ()
+    if approximate:
+        approximate = _until(approximate, images.last_end(approximate[-1].end))
+    moved = []
+    for run in known.moved:
+        start, stop = images.first_start(run.start), images.last_end(run.end)
+        if start < stop:
+            moved.append(run.clip(start, stop))
+    return KnownRows(exact, approximate, tuple(moved))
+
+
+def _until(hits: tuple[Hit, ...], end: int) -> tuple[Hit, ...]:
+    return tuple(hit.clip(hit.start, end) for hit in hits if hit.start < end)

@@ -15,19 +15,21 @@ from kvboost.reuse.repair import MovedText, Probe
 from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.sight import Sight
 
 
 class Repairing:
     """The repair of one request, whose known rows are in place."""
 
     def __init__(
-        self, runtime: Runtime, state: RequestState, kv: RequestKV, num_logits: int
+        self, runtime: Runtime, state: RequestState, kv: RequestKV, num_logits: int, sight: Sight
     ) -> None:
         self._runtime, self._state, self._kv = runtime, state, kv
         self._repair = state.request.repair
         self._num_logits = num_logits
         self._rows = runtime.rows_of(kv)
-        self._ids = torch.from_numpy(state.request.token_ids.astype(np.int64))
+        self._sight = sight
+        self._ids = torch.from_numpy(sight.token_ids.astype(np.int64))
 
     def run(self, plan: Plan) -> Computing[torch.Tensor]:
         """Returns the logits of the prompt's last rows."""
@@ -38,7 +40,8 @@ class Repairing:
         live_end = total - self._num_logits + 1
         moved = MovedText(plan, live_end, self._kv.shape.num_layers)
         slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
-        steps = repair_rows(moved, self._repair, self._rows, slice_rows)
+        whole = self._sight.whole
+        steps = repair_rows(moved, self._repair, self._rows, slice_rows, together=whole)
         given: torch.Tensor | None = None
         while True:
             try:
@@ -47,7 +50,10 @@ class Repairing:
                 rounds, logits = end.value
                 break
             state.clock.lap("probe" if isinstance(some, Part) else "repair")
-            result = yield self._segment(some)
+            segment = self._segment(some)
+            segment.images = yield from self._sight.rows(some.positions)
+            segment.places = self._sight.places(some.positions)
+            result = yield segment
             assert isinstance(result, torch.Tensor)
             given = result
             if isinstance(some, Probe):

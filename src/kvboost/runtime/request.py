@@ -17,6 +17,7 @@ from kvboost.results import (
     TokenLogprob,
 )
 from kvboost.tokens.hashing import PrefixHashes, TokenIds, prefix_hashes
+from kvboost.tokens.images import PlacedImages
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
@@ -48,6 +49,18 @@ class Request:
     adapter: AppliedAdapter | None = None
     speculate: str | int = "auto"
     """Whether tokens are drafted, and how many at most."""
+    images: PlacedImages | None = None
+    """The images of its prompt."""
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether its rows have places that are not their numbers: see ``PlacedImages``."""
+        return self.images is not None and self.images.is_spatial
+
+    @property
+    def vocabulary_ids(self) -> TokenIds:
+        """The prompt's tokens as the model's vocabulary has them, also where images are."""
+        return self.token_ids if self.images is None else self.images.plain(self.token_ids)
 
     @property
     def cacheable_rows(self) -> int:

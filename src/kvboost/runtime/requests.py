@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvboost.config import GenerationMode, SamplingParams, within
-from kvboost.errors import ContextLengthError
+from kvboost.errors import ContextLengthError, ImageError, PromptError
+from kvboost.model.adapters.adapter import Adapter
+from kvboost.model.vision.tower import VisionTower
 from kvboost.results import Clock
 from kvboost.runtime.lifetime import Lifetime
 from kvboost.runtime.options import (
@@ -22,6 +24,7 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.settings import Settings
 from kvboost.structured.grammars import Grammar, Grammars
 from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.images import ReadPrompt, is_image_row
 from kvboost.tokens.prompt import Prompt, PromptReader
 
 
@@ -54,10 +57,10 @@ class Requests:
         clock = clock or Clock()
         params, reuse = split(max_new_tokens, options)
         params = self._resolve(params)
-        ids = self._prompts.read(prompt)
+        read = self._prompts.read_whole(prompt)
         grammar = self._grammars.of_format(options)
         request = self._make(
-            ids,
+            read,
             mode,
             reuse,
             params,
@@ -86,24 +89,31 @@ class Requests:
         return replace(params, end_ids=tuple(sorted(ends)), bad_word_ids=tuple(sorted(banned)))
 
     def plain(
-        self, token_ids: TokenIds, mode: GenerationMode | str, options: ReuseOptions
+        self, prompt: ReadPrompt, mode: GenerationMode | str, options: ReuseOptions
     ) -> Request:
         """A request whose answer does not matter. Unknown options are an error."""
         refuse_unknown(options, set(ReuseOptions.__annotations__))
-        return self._make(token_ids, mode, options)
+        return self._make(prompt, mode, options)
+
+    def planned(
+        self, prompt: ReadPrompt, mode: GenerationMode | str, options: ReuseOptions
+    ) -> Request:
+        """The same for a request that is never run: its images need not be there."""
+        refuse_unknown(options, set(ReuseOptions.__annotations__))
+        return self._make(prompt, mode, options, runs=False)
 
     def reading(
-        self, token_ids: TokenIds, salt: str, boundaries: Sequence[int], adapter: str | None
+        self, prompt: ReadPrompt, salt: str, boundaries: Sequence[int], adapter: str | None
     ) -> RequestState:
         """A request that reads a text and answers nothing."""
         options: ReuseOptions = {"cache_salt": salt, "adapter": adapter}
         mode = GenerationMode.PREFIX_CACHE
-        request = self._make(token_ids, mode, options, boundaries=boundaries)
+        request = self._make(prompt, mode, options, boundaries=boundaries)
         return RequestState(request, reads=True)
 
     def _make(
         self,
-        token_ids: TokenIds,
+        prompt: ReadPrompt,
         mode: GenerationMode | str,
         reuse: ReuseOptions,
         params: SamplingParams | None = None,
@@ -115,10 +125,17 @@ class Requests:
         heal: str | None = None,
         exactness: str = "repaired",
         speculate: str | int | None = None,
+        runs: bool = True,
     ) -> Request:
         self._lifetime.check()
+        token_ids, images = prompt.token_ids, prompt.images
+        if runs:
+            _check_images(prompt)
         how: dict[str, Any] = dict(reuse)
-        applied = self._runtime.adapters.applied(how.pop("adapter", None), token_ids)
+        name = how.pop("adapter", None)
+        applied = self._runtime.adapters.applied(name, token_ids)
+        if applied is not None and images is not None:
+            _check_sight(self._runtime.model.vision, applied.adapter, name)
         longest = self._runtime.model.context_length
         if longest is not None and len(token_ids) >= longest:
             raise ContextLengthError(len(token_ids), longest)
@@ -136,5 +153,27 @@ class Requests:
             grammar,
             applied,
             config.speculate if speculate is None else speculate,
+            images,
             **how,
+        )
+
+
+def _check_sight(vision: VisionTower | str, adapter: Adapter, name: str) -> None:
+    """Raises ImageError if an adapter changes what images become."""
+    if isinstance(vision, str) or vision.is_changed_by(adapter.deltas):
+        raise ImageError(
+            f"the adapter {name!r} changes how the model sees, which is not supported; send no "
+            "images with it"
+        )
+
+
+def _check_images(prompt: ReadPrompt) -> None:
+    """Raises PromptError if the ids have rows of images that are not there."""
+    rows = is_image_row(prompt.token_ids)
+    known = 0 if prompt.images is None else prompt.images.ends[-1]
+    if rows.sum() != known:
+        first = int(rows.argmax())
+        raise PromptError(
+            f"token {first}, {prompt.token_ids[first]}, is a row of an image that was not given: "
+            "token ids have no images with them; give the messages with the image"
         )

@@ -98,4 +98,9 @@ class RunningRequests:
                 best, most = one, usable // GRID * GRID
         if best is None or common_prefix(best.state.request.token_ids, request.token_ids) < most:
             return None, 0
+        if request.images is not None:
+            while (end := request.images.last_end(most)) < most:
+                most = end // GRID * GRID
+            if most < LEAST_SHARED:
+                return None, 0
         return best, most

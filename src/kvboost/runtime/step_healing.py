@@ -44,6 +44,7 @@ class StepHealing:
         wanted = request.heal == "auto" and request.grammar is None and not state.is_exact
         can = runtime.backend.forward.beside_rows > 0 and kv.runs_ahead
         can = can and request.adapter is None  # which runs no captured forwards
+        can = can and request.images is None  # nor do rows of images
         return cls(runtime, state, kv) if wanted and can else None
 
     @property

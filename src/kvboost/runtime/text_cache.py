@@ -28,10 +28,13 @@ from kvboost.runtime.settings import Settings
 from kvboost.runtime.streams import AsyncTextStream
 from kvboost.structured.grammars import Grammars
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, pin_name
+from kvboost.tokens.images import ImageReader, ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 log = logging.getLogger("kvboost")
 
@@ -47,7 +50,10 @@ class TextCache:
         self._runtime = runtime
         self._settings = Settings(config, runtime.cost)
         self._lifetime = Lifetime()
-        self._prompts = PromptReader(model.tokenizer, model.vocab_size)
+        self._images = model.vision if isinstance(model.vision, str) else model.vision.reader
+        self._prompts = PromptReader(
+            model.tokenizer, model.vocab_size, self._images, config.image_limits
+        )
         self._grammars = Grammars(
             model.tokenizer.serialized,
             max(model.vocab_size, model.tokenizer.size),
@@ -83,6 +89,16 @@ class TextCache:
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """The token ids of a prompt and its images, which can be given instead of the prompt. The
+        rows of images have ids of their own, outside the vocabulary."""
+        return self._prompts.read_whole(prompt)
+
+    @property
+    def image_reader(self) -> ImageReader | str:
+        """What reads images for the model; why it takes none, if it does not. It can be pickled."""
+        return self._images
+
     def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """The token ids of a prompt whose answer stands between two texts, given theirs. Raises
         PromptError if the model cannot fill in the middle."""
@@ -109,7 +125,8 @@ class TextCache:
     ) -> ReuseReport:
         """How a prompt would be served now; ``explain()`` of it says why. Runs nothing and counts
         nothing. The model decides which moved rows to recompute, so the plan does not name them."""
-        return self._runtime.plan(self._requests.plain(self._prompts.read(prompt), mode, options))
+        read = self._prompts.read_whole(prompt)
+        return self._runtime.plan(self._requests.planned(read, mode, options))
 
     def trace(self, token_ids: Sequence[int], root: str, **options: Any) -> Traces:
         """What the cache still tells of a prompt, for explanations that another process makes; see
@@ -153,8 +170,8 @@ class TextCache:
                 raise ConfigError(
                     f"contexts={contexts} goes with a list of documents: each is read after others"
                 )
-            ids, boundaries = self._read_one(cast(Prompt, text), header)
-            return self._warm(ids, cache_salt, boundaries, adapter)
+            read, boundaries = self._read_one(cast(Prompt, text), header)
+            return self._warm(read, cache_salt, boundaries, adapter)
         with (
             Progress("reading documents", only_on_terminal=True, show=progress) as shown,
             shown.step("read", len(text) * min(contexts, len(text))) as step,
@@ -163,8 +180,8 @@ class TextCache:
             for context in range(min(contexts, len(text))):
                 for number, document in enumerate(text):
                     before = text[(number + context) % len(text)] if context else ""
-                    ids, boundaries = self._read_one(before + document, header)
-                    new += self._warm(ids, cache_salt, boundaries, adapter)
+                    read, boundaries = self._read_one(before + document, header)
+                    new += self._warm(read, cache_salt, boundaries, adapter)
                     step.advance()
             return new
 
@@ -198,7 +215,7 @@ class TextCache:
             )
         queue, epoch = self._runtime.idle_work, self._runtime.store.epoch
         longest = self._runtime.model.context_length or sys.maxsize
-        lengths = [len(self._read_one(document, header)[0]) for document in documents]
+        lengths = [len(self._read_one(one, header)[0].token_ids) for one in documents]
         pairs = [
             ((number + context) % len(documents), number)
             for context in range(1, min(contexts, len(documents)))
@@ -206,8 +223,8 @@ class TextCache:
         ]
         pairs = [pair for pair in pairs if lengths[pair[0]] + lengths[pair[1]] < longest]
         for waiting, (before, number) in enumerate(pairs):
-            ids, boundaries = self._read_one(documents[before] + documents[number], header)
-            request = self._requests.reading(ids, cache_salt, boundaries, adapter).request
+            read, boundaries = self._read_one(documents[before] + documents[number], header)
+            request = self._requests.reading(read, cache_salt, boundaries, adapter).request
             if not queue.add_reading(request, epoch):
                 log.warning(
                     "%d of %d readings wait; there is no room for more", waiting, len(pairs)
@@ -224,8 +241,8 @@ class TextCache:
         adapter: str | None = None,
     ) -> int:
         """Like :meth:`warm` of one text, for coroutines."""
-        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
-        return await self._awarm(ids, cache_salt, boundaries, adapter)
+        read, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        return await self._awarm(read, cache_salt, boundaries, adapter)
 
     def arrange(
         self,
@@ -261,10 +278,10 @@ class TextCache:
         :meth:`close`. To pin it again renews it. Raises ``PinError`` if there is no room: pins may
         take ``max_pinned_bytes``. A pin ends with the process; what is on disk stays there, and
         pinning it in the next process computes nothing."""
-        ids, boundaries = self._read_one(text, header)
+        read, boundaries = self._read_one(text, header)
         _check_ttl(ttl)
-        self._warm(ids, cache_salt, boundaries)
-        return self._pin_all(ids, ttl, cache_salt)
+        self._warm(read, cache_salt, boundaries)
+        return self._pin_all(read.token_ids, ttl, cache_salt)
 
     async def apin(
         self,
@@ -276,14 +293,15 @@ class TextCache:
     ) -> Pin:
         """Like :meth:`pin`, for coroutines."""
         _check_ttl(ttl)
-        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
-        await self._awarm(ids, cache_salt, boundaries)
-        return self._pin_all(ids, ttl, cache_salt)
+        read, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        await self._awarm(read, cache_salt, boundaries)
+        return self._pin_all(read.token_ids, ttl, cache_salt)
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
         """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
-        ids, _ = self._read_one(text, header)
-        return self.drop_pin(pin_name(self._runtime.root(cache_salt), ids))
+        read, _ = self._read_one(text, header)
+        ids = read.token_ids
+        return self.drop_pin(pin_name(self._root(cache_salt, ids), ids))
 
     def pin_cached(
         self,
@@ -307,7 +325,8 @@ class TextCache:
         _check_ttl(ttl)
         ids = self._prompts.read(prompt)
         adapters = self._runtime.adapters
-        root = adapters.root(cache_salt, adapters.applied(adapter, ids))
+        applied, spatial = adapters.applied(adapter, ids), self._runtime.is_spatial(ids)
+        root = adapters.root(cache_salt, applied, spatial=spatial)
         repair = self._settings.repair.name
         return self._runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
 
@@ -415,40 +434,43 @@ class TextCache:
         stream.on_close(lambda: self._loop.cancel(job))
         return stream
 
-    def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
-        """The ids of one text to warm, and its boundary if documents are cut on their own."""
+    def _read_one(self, text: Prompt, header: str | None) -> tuple[ReadPrompt, Sequence[int]]:
+        """One text to warm, and its boundary if documents are cut on their own."""
         if isinstance(text, str):
             ids, start = self._prompts.read_document(text, header)
-            return ids, (start,) if self._settings.config.chunking == "document" else ()
+            return ReadPrompt(ids), (start,) if self._settings.config.chunking == "document" else ()
         if header is not None:
             raise PromptError("header= goes with text given as a string or several")
-        return self._prompts.read(text), ()
+        return self._prompts.read_whole(text), ()
 
     def _warm(
         self,
-        token_ids: TokenIds,
+        prompt: ReadPrompt,
         salt: str,
         boundaries: Sequence[int] = (),
         adapter: str | None = None,
     ) -> int:
-        state = self._requests.reading(token_ids, salt, boundaries, adapter)
+        state = self._requests.reading(prompt, salt, boundaries, adapter)
         return Generation(self._runtime, state).read()
 
     async def _awarm(
         self,
-        token_ids: TokenIds,
+        prompt: ReadPrompt,
         salt: str,
         boundaries: Sequence[int],
         adapter: str | None = None,
     ) -> int:
-        state = self._requests.reading(token_ids, salt, boundaries, adapter)
+        state = self._requests.reading(prompt, salt, boundaries, adapter)
         async with self._submit(state, None) as stream:
             async for _ in stream:
                 pass
         return stream.new_chunks
 
+    def _root(self, salt: str, token_ids: TokenIds) -> ChunkKey:
+        return self._runtime.root(salt, spatial=self._runtime.is_spatial(token_ids))
+
     def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
-        root = self._runtime.root(salt)
+        root = self._root(salt, token_ids)
         name = pin_name(root, token_ids)
         pin = self._runtime.store.pin(name, root, token_ids, ttl=ttl)
         if pin.tokens < len(token_ids):

@@ -17,14 +17,14 @@ from kvboost.serve import records
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, internal
 from kvboost.serve.logprobs import TokenReader
-from kvboost.serve.prompts import encode
+from kvboost.serve.prompts import ids_of, read, size_of
 from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
 from kvboost.structured.formats import FORMATS
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from kvboost.serve.metrics import Metrics
 
@@ -231,21 +231,22 @@ async def open_answers(
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
     queues none. The caller must close the result, best with ``async with``."""
     engine, settings = server.engine, server.settings
-    read = partial(
-        encode,
+    work = partial(
+        read,
         engine,
         add_special_tokens=call.add_special_tokens,
         truncate=_truncated_tokens(call, engine.context_length),
         suffix=call.suffix,
     )
     prompts = [
-        await server.workers.tokenize(call.tenant, call.size, read, prompt)
+        await server.workers.tokenize(call.tenant, size_of(prompt, call.size), work, prompt)
         for prompt in call.prompts
     ]
     wants_logprobs = call.options.get("logprobs") is not None
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
-        for prompt_ids in prompts:
+        for found in prompts:
+            prompt_ids = ids_of(found)
             options = {
                 **await _options(server, call, prompt_ids),
                 **await _boundaries(server, call, prompt_ids),
@@ -256,7 +257,7 @@ async def open_answers(
                 options |= {"min_new_tokens": min(least, limit)} if least else {}
             for number in range(call.n):
                 stream = engine.astream(
-                    prompt_ids,
+                    found,
                     limit,
                     call.mode,
                     timeout=settings.timeout,

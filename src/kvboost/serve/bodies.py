@@ -60,7 +60,8 @@ class BodyRoute(APIRoute):
             body = await read(request, server.settings, needs_json_type=self.needs_json_type)
             request.state.received = time.perf_counter()
             request.state.body_size = len(body)
-            context = BodyContext(server.settings.strict_fields)
+            takes_images = not isinstance(server.engine.image_reader, str)
+            context = BodyContext(server.settings.strict_fields, takes_images=takes_images)
             caller: Tenant = request.state.tenant
             checked = await server.workers.parse(
                 caller.counts_as, len(body), parse, adapter, body, context
@@ -97,7 +98,7 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     too slow."""
     try:
         return await within(settings.body_seconds, _receive(request, settings))
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ApiError(
             408,
             f"the body did not arrive within {settings.body_seconds:g} s",

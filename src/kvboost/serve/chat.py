@@ -27,7 +27,7 @@ from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.server import Caller, Server, ServerState
-from kvboost.tokens.prompt import Conversation, Prompt
+from kvboost.tokens.prompt import Conversation, Prompt, has_images
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -140,6 +140,8 @@ def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> ChatP
 
     def count(one: Conversation) -> int:
         """The tokens of a prompt, which may be longer than the context before it is edited."""
+        if has_images(one):
+            return len(engine.encode(one))
         return len(engine.encode(engine.render(one), add_special_tokens=False))
 
     edited, applied = edit_context(conversation, body.context_management, count)

@@ -22,6 +22,7 @@ from kvboost.errors import (
     ConfigError,
     ContextLengthError,
     ForgetError,
+    ImageError,
     KVTooLargeError,
     PinError,
     PromptError,
@@ -151,6 +152,8 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="unsupported_format", param=error.option)
         case PinError():
             return ApiError(409, str(error), code="pins_full")
+        case ImageError():
+            return ApiError(400, str(error), code="invalid_image", param="messages")
         case PromptError():
             return ApiError(400, str(error), code="invalid_prompt", param="prompt")
         case ConfigError():

@@ -4,18 +4,22 @@ before it becomes more than was sent: what a request expands to is counted first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ContextLengthError, PromptError
 from kvboost.serve.documents import Document
 from kvboost.serve.errors import ApiError, context_exceeded
 from kvboost.serve.json_text import written_json
-from kvboost.tokens.prompt import Conversation
+from kvboost.serve.workers import LARGE_BYTES
+from kvboost.tokens.images import ReadPrompt
+from kvboost.tokens.prompt import Conversation, has_images
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
 
 Prompt = str | list[int] | Conversation
+Read = list[int] | ReadPrompt
+"""Token ids, with the images that they stand for if there are any."""
 
 _PIECE_CHARACTERS = 32 * 1024
 _CUT_TOKENS = 16
@@ -25,22 +29,40 @@ _LONG = 8
 about four characters per token."""
 
 
-def encode(
+def encode(engine: KVBoost, prompt: Prompt, **options: Any) -> list[int]:
+    """The token ids of ``prompt``; see :func:`read`."""
+    return ids_of(read(engine, prompt, **options))
+
+
+def ids_of(found: Read) -> list[int]:
+    return found.token_ids.tolist() if isinstance(found, ReadPrompt) else found
+
+
+def size_of(prompt: Prompt, size: int) -> int:
+    """What reading a prompt of ``size`` characters counts for. Small files may be large images."""
+    is_large = isinstance(prompt, Conversation) and has_images(prompt)
+    return max(size, LARGE_BYTES) if is_large else size
+
+
+def read(
     engine: KVBoost,
     prompt: Prompt,
     *,
     add_special_tokens: bool | None = None,
     truncate: int | None = None,
     suffix: str | None = None,
-) -> list[int]:
-    """The token ids of ``prompt``; with ``truncate``, so many of the last ones. Raises an error as
-    soon as they cannot fit the context. ``add_special_tokens``: whether text gets the tokens that
-    the model expects in front; by default a conversation does not, its template has them.
-    ``suffix``: the text after the answer. For a thread: a long text takes seconds."""
+) -> Read:
+    """The token ids of ``prompt``, and its images if it has any; with ``truncate``, so many of the
+    last ones. Raises an error as soon as they cannot fit the context. ``add_special_tokens``:
+    whether text gets the tokens that the model expects in front; by default a conversation does
+    not, its template has them. ``suffix``: the text after the answer. For a thread: a long text
+    takes seconds."""
     limit = engine.context_length
     if isinstance(prompt, Conversation):
         if limit is not None and truncate is None:
             refuse_long_text(engine, texts_of(prompt), limit)
+        if has_images(prompt):
+            return _with_images(engine, prompt, truncate)
         # A template may write far more than it is given: it may indent, or repeat.
         prompt, add_special_tokens = engine.render(prompt), bool(add_special_tokens)
     if limit is not None and truncate is None:
@@ -62,6 +84,21 @@ def encode(
     if limit is not None and len(ids) >= limit:
         raise ContextLengthError(len(ids), limit)
     return ids
+
+
+def _with_images(engine: KVBoost, prompt: Conversation, truncate: int | None) -> ReadPrompt:
+    """A conversation with images, which cannot be cut."""
+    if truncate is not None:
+        raise ApiError(
+            400,
+            "truncate_prompt_tokens does not go with images: they would be cut",
+            code="invalid_value",
+            param="truncate_prompt_tokens",
+        )
+    found, limit = engine.read(prompt), engine.context_length
+    if limit is not None and len(found.token_ids) >= limit:
+        raise ContextLengthError(len(found.token_ids), limit)
+    return found
 
 
 def refuse_long_text(engine: KVBoost, texts: Iterable[str], limit: int, times: int = 1) -> None:
@@ -123,7 +160,11 @@ def _too_long(found: int, limit: int, times: int = 1) -> ApiError:
 def texts_of(conversation: Conversation) -> Iterator[str]:
     """All text that a chat template may write of a conversation. Calls and tools are JSON there."""
     for message in conversation.messages:
-        yield message["content"]
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content or () if part["type"] == "text")
         yield message.get("reasoning_content") or ""
         if calls := message.get("tool_calls"):
             yield written_json(calls)

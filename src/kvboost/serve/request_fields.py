@@ -208,6 +208,8 @@ class BodyContext:
     ignored: list[str] = field(default_factory=list)
     """The unknown fields that were left out, each once."""
     budget: JsonBudget = field(default_factory=JsonBudget)
+    takes_images: bool = False
+    """Whether the model can be given images."""
 
     def leave_out(self, given: dict[str, Any], known: frozenset[str]) -> None:
         """Removes the fields that are not ``known``, and notes them, unless it is strict."""

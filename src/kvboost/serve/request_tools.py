@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.json_text import MAX_DEPTH, depth_of
@@ -26,6 +27,7 @@ from kvboost.serve.request_fields import (
     text_or_list,
 )
 from kvboost.serve.request_formats import JsonSchema
+from kvboost.serve.request_images import ImagePart
 from kvboost.serve.request_marks import CacheControl, Marked
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -144,16 +146,19 @@ class DocumentPart(Marked):
 
 def _part_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind == "document":
-        return "document"
+    if kind in ("document", "image_url"):
+        return str(kind)
     is_unknown = isinstance(kind, str) and kind != "text" and kind not in OTHER_PARTS
     return None if is_unknown else "text"
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[DocumentPart, Tag("document")],
+    Annotated[TextPart, Tag("text")]
+    | Annotated[DocumentPart, Tag("document")]
+    | Annotated[SkipJsonSchema[ImagePart], Tag("image_url")],
     one_of(_part_kind, "a part of one of the types text, document"),
 ]
+"""Images are in no schema: whether they are allowed depends on the model."""
 
 
 def shallow(value: Any) -> Any:
@@ -243,6 +248,8 @@ class Message(Marked):
         ):
             if getattr(self, field) and self.role != role:
                 raise goes_with(field, f"{field} goes with the role {role}")
+        if self.images and self.role != "user":
+            raise goes_with("content", "a part with an image goes with the role user")
         return self
 
     @property
@@ -256,7 +263,8 @@ class Message(Marked):
     def size(self) -> int:
         """Characters that were sent, about."""
         calls = [call.function.arguments for call in self.tool_calls or ()]
-        return sum(map(len, (self.text, *calls, self.reasoning_content or "")))
+        urls = [part.image_url.url for part in self.images]
+        return sum(map(len, (self.text, *calls, *urls, self.reasoning_content or "")))
 
     @property
     def mark(self) -> CacheControl | None:
@@ -266,18 +274,24 @@ class Message(Marked):
         return next((mark for mark in marks if mark is not None), None)
 
     @property
+    def images(self) -> list[ImagePart]:
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part for part in parts if isinstance(part, ImagePart)]
+
+    @property
     def documents(self) -> list[DocumentPart]:
         parts = [] if self.content is None or isinstance(self.content, str) else self.content
         return [part for part in parts if isinstance(part, DocumentPart)]
 
     def for_template(self, documents: Iterator[str]) -> dict[str, Any]:
         """The message as chat templates expect it: a developer is a system, and parts become the
-        lines of one text. ``documents`` gives the texts of its documents, in order."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "\n".join(
-                part.text if isinstance(part, TextPart) else next(documents) for part in content
-            )
+        lines of one text, or of one before, between and after images. ``documents`` gives the texts
+        of its documents, in order."""
+        content: str | list[dict[str, Any]] = ""
+        if isinstance(self.content, str):
+            content = self.content
+        elif self.content is not None:
+            content = _joined(self.content, documents)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
@@ -287,3 +301,15 @@ class Message(Marked):
         if self.role == "tool":
             message |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
         return message
+
+
+def _joined(parts: Sequence[ContentPart], documents: Iterator[str]) -> str | list[dict[str, Any]]:
+    """The parts of a message: one text, or if there are images, texts and images."""
+    found: list[dict[str, Any]] = []
+    for is_image, group in groupby(parts, lambda part: isinstance(part, ImagePart)):
+        if is_image:
+            found += [part.for_template() for part in group if isinstance(part, ImagePart)]
+            continue
+        lines = [part.text if isinstance(part, TextPart) else next(documents) for part in group]
+        found.append({"type": "text", "text": "\n".join(lines)})
+    return found[0]["text"] if len(found) == 1 and found[0]["type"] == "text" else found

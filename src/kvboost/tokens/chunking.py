@@ -147,10 +147,13 @@ class _PerToken:
     ) -> None:
         self._decode = decode
         self._value = value
-        self._values: npt.NDArray[Any] = np.empty(vocab_size, dtype)
-        self._seen = np.zeros(vocab_size, bool)
+        # The last entry is for what has no text: rows of images.
+        self._values: npt.NDArray[Any] = np.empty(vocab_size + 1, dtype)
+        self._seen = np.zeros(vocab_size + 1, bool)
+        self._values[-1], self._seen[-1] = value(""), True
 
     def __call__(self, token_ids: TokenIds) -> npt.NDArray[Any]:
+        token_ids = np.minimum(token_ids, len(self._values) - 1)
         for token_id in np.unique(token_ids[~self._seen[token_ids]]).tolist():
             self._values[token_id] = self._value(self._decode([token_id]))
             self._seen[token_id] = True

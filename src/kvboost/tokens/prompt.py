@@ -10,8 +10,18 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from kvboost.errors import PromptError
+from kvboost.config import ImageLimits
+from kvboost.errors import ImageError, PromptError
 from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.images import (
+    ImageReader,
+    ReadPrompt,
+    expand,
+    images_in,
+    is_image_row,
+    place,
+    without_files,
+)
 from kvboost.tokens.text import Tokenizer
 
 
@@ -29,23 +39,65 @@ class Conversation:
     """Whether the answer continues the last message instead."""
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Conversation
-"""Text, token ids, chat messages (``{"role": ..., "content": ...}``), or a conversation."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Conversation | ReadPrompt
+"""Text, token ids, chat messages (``{"role": ..., "content": ...}``), a conversation, or a prompt
+that was read before. The content of a message is text, or parts: ``{"type": "text", "text": ...}``
+and ``{"type": "image", "image": ...}``."""
 
 
 class PromptReader:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        images: ImageReader | str = "this model cannot be given images",
+        limits: ImageLimits | None = None,
+    ) -> None:
+        """``images`` reads them, or says why the model takes none."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._images = images
+        self._limits = limits or ImageLimits()
 
     def read(self, prompt: Prompt | TokenIds) -> TokenIds:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
+        return self.read_whole(prompt).token_ids
+
+    def read_whole(self, prompt: Prompt | TokenIds) -> ReadPrompt:
+        """``prompt`` as token ids, with its images; PromptError if it is no prompt."""
+        if isinstance(prompt, ReadPrompt):
+            return prompt
+        conversation = None
+        if isinstance(prompt, Conversation):
+            conversation = prompt
+        elif not isinstance(prompt, str) and _is_chat(prompt):
+            conversation = Conversation(prompt)
+        if conversation is not None and has_images(conversation):
+            return self._with_images(conversation)
+        return ReadPrompt(self._read_text(prompt if conversation is None else conversation))
+
+    def _with_images(self, conversation: Conversation) -> ReadPrompt:
+        """A conversation with images: the text that each becomes is in its place."""
+        given = images_in(conversation.messages)
+        reader = self._images
+        if isinstance(reader, str):
+            raise ImageError(reader)
+        if len(given) > self._limits.max_images:
+            raise ImageError(
+                f"the prompt has {len(given)} images; at most {self._limits.max_images} are allowed"
+            )
+        files = [reader.file_of(one, self._limits) for one in given]
+        images = [reader.read(file, self._limits) for file in files]
+        text = self.render(conversation)
+        ids = self.join(expand(text, reader.placeholder, images))
+        return place(ids, images, reader.row_id)
+
+    def _read_text(self, prompt: Prompt | TokenIds) -> TokenIds:
+        """The token ids of a prompt without images."""
         if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
             ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
         elif isinstance(prompt, Conversation):
             ids = self.join(self.render(prompt))
-        elif _is_chat(prompt):
-            ids = self.join(self.render(Conversation(prompt)))
         else:
             ids = self._check(prompt)
         if not len(ids):
@@ -53,13 +105,15 @@ class PromptReader:
         return ids
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation in the model's chat template, with its special tokens."""
+        """The text of a conversation in the model's chat template, with its special tokens. For
+        each image there is the template's placeholder."""
         if not _is_chat(conversation.messages):
             raise PromptError(
                 f"a conversation has chat messages; got {_short(conversation.messages)}"
             )
+        messages = conversation.messages
         return self._tokenizer.render_chat(
-            conversation.messages,
+            without_files(messages) if has_images(conversation) else messages,
             tools=conversation.tools,
             options=conversation.template_options,
             add_generation_prompt=conversation.add_generation_prompt,
@@ -118,13 +172,18 @@ class PromptReader:
                 f"a prompt is a string, token ids, or chat messages; got {_short(prompt)}"
                 f"{_rows_hint(ids)}"
             )
-        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
+        wrong = ids[(ids < 0) | (ids >= self._vocab_size) & ~is_image_row(ids)]
         if len(wrong):
             raise PromptError(
                 f"token id {wrong[0]} is outside the model's vocabulary of {self._vocab_size:,} "
                 f"(0 to {self._vocab_size - 1:,})"
             )
         return as_token_ids(ids)
+
+
+def has_images(conversation: Conversation) -> bool:
+    """Whether a message of a conversation has an image."""
+    return bool(_is_chat(conversation.messages) and images_in(conversation.messages))
 
 
 def _as_array(prompt: Any) -> np.ndarray[Any, Any]:

@@ -111,7 +111,8 @@ class Work:
 
     long: list[tuple[Run, LongKernel]]
     dense: list[Run]
-    """Whole segments that torch computes as it would without pages."""
+    """Whole segments that torch computes as it would without pages: plain ones, and those with
+    images whose rows see ahead."""
     others: list[Run]
 
 
@@ -128,7 +129,8 @@ class PagedBatch(RowBatch):
             segment.position_ids(torch.device("cpu")).cpu() for segment in self.segments
         ]
         self.slots = self._find_slots()
-        self.is_fused = not self.has_hooks and not self._as_stock
+        has_images = any(segment.images is not None for segment in segments)
+        self.is_fused = not self.has_hooks and not self._as_stock and not has_images
         self._work: dict[Kind, Work] = {}
         self._rows: dict[Kind, TiledRows] = {}
 
@@ -189,7 +191,8 @@ class PagedBatch(RowBatch):
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
             segment = self.segments[run.segment]
             read = partial(segment.kv.layer, layer)
-            found = attend_segment(segment, q, k, v, read, scale, None, None)
+            hides = segment.hides(window)
+            found = attend_segment(segment, q, k, v, read, scale, hides, softcap, sinks)
             out[run.rows] = found[0].transpose(0, 1)
         if work.others:
             hidden = any(self.segments[run.segment].hides(window) for run in work.others)
@@ -225,7 +228,8 @@ class PagedBatch(RowBatch):
         for index, segment in enumerate(self.segments):
             sees_all = softcap is None and segment.is_plain and segment.hides(window) is None
             whole = Run(index, self._starts[index], 0, len(segment))
-            if sees_all and not kernels and not has_sinks and _is_dense(segment):
+            is_dense = sees_all and not kernels and not has_sinks and _is_dense(segment)
+            if is_dense or segment.whole_images:  # our kernel is causal
                 work.dense.append(whole)
                 continue
             cuts = ((each.cut(segment.first, segment.end), each) for each in kernels if sees_all)

@@ -151,7 +151,13 @@ class PagedForward:
         hooks would slow down all that they are packed with."""
         if self.runner is None:
             return [False] * len(segments)
-        taken = [segment.kv.adapter is None and self.runner.takes(segment) for segment in segments]
+        taken = [
+            segment.kv.adapter is None
+            and segment.images is None
+            and segment.places is None
+            and self.runner.takes(segment)
+            for segment in segments
+        ]
         if sum(taken) > MOST_APART:
             hooks = [segment.hook is not None for segment in segments]
             taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]

@@ -183,7 +183,7 @@ class Steps:
     def takes(self, segment: Segment) -> bool:
         """Whether a segment is the next row of a request with pages of this slab, or several."""
         kv = segment.kv
-        if kv.slab is not self.slab or not segment.is_plain:
+        if kv.slab is not self.slab or not segment.is_plain or segment.places is not None:
             return False
         if segment.hook is not None or segment.until is not None:
             return False

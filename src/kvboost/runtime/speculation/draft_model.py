@@ -101,7 +101,7 @@ class ModelDrafter:
 
     def __init__(self, model: DraftModel, request: Request) -> None:
         self._model = model
-        self._ids: list[int] = request.token_ids[-READ_TOKENS:].tolist()
+        self._ids: list[int] = request.vocabulary_ids[-READ_TOKENS:].tolist()
         self._in_place: list[int] = []
         """The tokens whose rows are in the KV."""
         self._kv: RequestKV | None = None

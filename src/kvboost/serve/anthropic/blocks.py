@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
-from typing_extensions import Self
+from pydantic.json_schema import SkipJsonSchema
 
 from kvboost.serve.request_fields import (
     MAX_PARTS,
@@ -20,6 +20,7 @@ from kvboost.serve.request_fields import (
     some,
     text_or_list,
 )
+from kvboost.serve.request_images import DataUrl, ImagePart, refuse_unseen
 from kvboost.serve.request_marks import CacheControl, Marked
 from kvboost.serve.request_tools import (
     OTHER_PARTS,
@@ -109,6 +110,32 @@ class SearchResultBlock(Marked):
         return f"{self.title}\n{self.source}\n\n{text_of(self.content)}"
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: Text
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: DataUrl
+
+
+class ImageBlock(Marked):
+    type: Annotated[Literal["image"], BeforeValidator(refuse_unseen)]
+    source: Annotated[
+        Annotated[Base64Source, Tag("base64")] | Annotated[UrlSource, Tag("url")],
+        one_of(_kind_of("base64", "url"), "a source of the type base64 or url"),
+    ]
+
+    def for_chat(self) -> ImagePart:
+        return ImagePart.of(self.source.url)
+
+
 TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
 
 
@@ -158,11 +185,12 @@ class ToolResultBlock(Marked):
         return Message(role="tool", tool_call_id=self.tool_use_id, content=said)
 
 
-_KINDS = (*_TEXTS, "thinking", "tool_use", "tool_result")
+_KINDS = (*_TEXTS, "image", "thinking", "tool_use", "tool_result")
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[SkipJsonSchema[ImageBlock], Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
@@ -170,7 +198,7 @@ Block = Annotated[
 ]
 _ROLES = {
     **dict.fromkeys(("thinking", "tool_use"), "assistant"),
-    **dict.fromkeys(("tool_result", "document", "search_result"), "user"),
+    **dict.fromkeys(("tool_result", "document", "search_result", "image"), "user"),
 }
 
 
@@ -246,7 +274,9 @@ def _assistant(blocks: Iterable[Block]) -> Message:
 
 def _parts(blocks: Iterable[Block]) -> list[ContentPart]:
     return [
-        TextPart(type="text", text=block.text)
+        block.for_chat()
+        if isinstance(block, ImageBlock)
+        else TextPart(type="text", text=block.text)
         for block in blocks
-        if isinstance(block, TextualBlock)
+        if isinstance(block, TextualBlock | ImageBlock)
     ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic.json_schema import SkipJsonSchema
+from typing_extensions import Self
 
 from kvboost.serve.json_text import JsonBudget, parse_json
 from kvboost.serve.request_fields import (
@@ -13,10 +15,12 @@ from kvboost.serve.request_fields import (
     Body,
     ShortText,
     Text,
+    goes_with,
     one_of,
     some,
     text_or_list,
 )
+from kvboost.serve.request_images import DataUrl, Detail, ImagePart, refuse_unseen
 from kvboost.serve.request_tools import (
     Call,
     CalledFunction,
@@ -42,19 +46,49 @@ class ItemText(Body):
     logprobs: Nothing | None = None
 
 
+class ItemImage(Body):
+    """An image in a message."""
+
+    type: Annotated[Literal["input_image"], BeforeValidator(refuse_unseen)]
+    image_url: DataUrl
+    detail: Detail | None = None
+    file_id: None = None
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "image" if kind == "input_image" else "text"
+
+
+_LIKE = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 Content = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[list[ItemText], some(MAX_PARTS), Tag("as list")],
-    one_of(text_or_list, "a string or a list of parts like {'type': 'input_text', 'text': ...}"),
+    one_of(text_or_list, _LIKE),
+]
+ItemPart = Annotated[
+    Annotated[ItemText, Tag("text")] | Annotated[SkipJsonSchema[ItemImage], Tag("image")],
+    Discriminator(_part_kind),
+]
+MessageContent = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[ItemPart], some(MAX_PARTS), Tag("as list")],
+    one_of(text_or_list, _LIKE),
 ]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: MessageContent
     id: ShortText | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        parts = [] if isinstance(self.content, str) else self.content
+        if self.role != "user" and any(isinstance(part, ItemImage) for part in parts):
+            raise goes_with("content", "a part of the type input_image goes with the role user")
+        return self
 
 
 class CallItem(CalledFunction):
@@ -186,7 +220,10 @@ def input_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.reasoning_content:
             content = [{"type": "reasoning_text", "text": message.reasoning_content}]
             add("reasoning", "rs", summary=[], content=content)
-        if message.text:
+        if message.images:
+            content = [_input_part(part) for part in message.content or ()]
+            add("message", "msg", role=message.role, content=content)
+        elif message.text:
             part = "output_text" if message.role == "assistant" else "input_text"
             content = [{"type": part, "text": message.text}]
             add("message", "msg", role=message.role, content=content)
@@ -228,7 +265,19 @@ def _assistant(turn: Sequence[Item], make_message: Callable[..., Message]) -> Me
     )
 
 
-def _content(content: str | list[ItemText]) -> str | list[ContentPart]:
+def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    return [TextPart(type="text", text=part.text) for part in content]
+    return [
+        ImagePart.of(part.image_url)
+        if isinstance(part, ItemImage)
+        else TextPart(type="text", text=part.text)
+        for part in content
+    ]
+
+
+def _input_part(part: Any) -> dict[str, Any]:
+    """A part of a message of the user's, as it was sent."""
+    if isinstance(part, ImagePart):
+        return {"type": "input_image", "image_url": part.image_url.url, "detail": "auto"}
+    return {"type": "input_text", "text": part.text}

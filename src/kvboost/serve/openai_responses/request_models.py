@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, Tag, model_validator
-from typing_extensions import Self
 
 from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.request_fields import (
@@ -129,7 +128,7 @@ Included = Literal[
     "message.input_image.image_url",
 ]
 """What a response may be asked to include. Nothing of it occurs here: reasoning is not encrypted,
-and there are no built-in tools and no images."""
+there are no built-in tools, and images are in the conversation as they were sent."""
 
 
 class ResponseRequest(Body):

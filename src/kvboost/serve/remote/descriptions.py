@@ -24,6 +24,8 @@ class EngineDescription:
     eos_ids: frozenset[int]
     tokenizer: bytes
     """Pickled, which takes a while."""
+    image_reader: bytes
+    """What reads images, or why the model takes none; pickled."""
     config: EngineConfig
     facts: dict[str, Any]
     dimensions: int
@@ -39,6 +41,7 @@ class EngineDescription:
             vocab_size=engine.vocab_size,
             eos_ids=engine.eos_ids,
             tokenizer=tokenizer,
+            image_reader=pickle.dumps(engine.image_reader),
             config=engine.config,
             facts=engine.facts(),
             dimensions=engine.embedder.dimensions,

@@ -22,15 +22,25 @@ from kvboost.serve.embedder import Vectors
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
 from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
 from kvboost.serve.remote.link import Link
-from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News
+from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News, WireImage
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.images import ImageReader, ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 T = TypeVar("T")
 
 _KEPT_ESTIMATES = 1024
 _KEPT_HEALING = 16
+
+
+def wire_images(prompt: ReadPrompt) -> list[WireImage]:
+    """The images of a prompt as a part of a message: as files, which are small."""
+    placed = () if prompt.images is None else prompt.images.placed
+    return [
+        WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        for one in placed
+    ]
 
 
 class RemoteGrammars:
@@ -61,7 +71,10 @@ class RemoteEngine:
         self.failure: Exception | None = None
         self.embedder = RemoteEncoder(link, about.dimensions)
         self._tokenizer: Any = pickle.loads(about.tokenizer)
-        self._prompts = PromptReader(self._tokenizer, about.vocab_size)
+        self.image_reader: ImageReader | str = pickle.loads(about.image_reader)
+        self._prompts = PromptReader(
+            self._tokenizer, about.vocab_size, self.image_reader, about.config.image_limits
+        )
         self._grammars = RemoteGrammars(link)
         self._adapters = about.adapters
         self._estimates: OrderedDict[int, float | None] = OrderedDict()
@@ -91,6 +104,9 @@ class RemoteEngine:
             found = self._prompts.read(prompt)
         ids: list[int] = found.tolist()
         return ids
+
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        return self._prompts.read_whole(prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
@@ -132,7 +148,9 @@ class RemoteEngine:
         timeout: float | None = None,
         **options: Any,
     ) -> RemoteStream:
-        ids = self._prompts.read(prompt)
+        read = self._prompts.read_whole(prompt)
+        ids, images = read.token_ids, wire_images(read)
+        row_id = 0 if read.images is None else read.images.row_id
         text = text_of(self._tokenizer, self._about.eos_ids, options)
         state = RemoteState(text, options, self._explainer(ids))
 
@@ -142,7 +160,9 @@ class RemoteEngine:
         stream = RemoteStream(state, on_news)
         number = self._link.ask(
             stream,
-            lambda number: Ask(number, ids.tobytes(), max_new_tokens, mode, timeout, options),
+            lambda number: Ask(
+                *(number, ids.tobytes(), max_new_tokens, mode, timeout, options, images, row_id)
+            ),
         )
         self._states[number] = state
         stream.on_close(lambda: self._link.send(Cancel(number)))

@@ -35,6 +35,8 @@ from kvboost.serve.remote.wire import (
     ToEngine,
     packed,
 )
+from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.images import PlacedImage, PlacedImages, ReadPrompt
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost
@@ -162,7 +164,7 @@ class Host:
         try:
             answer.cancel = self._engine.answer_to(
                 answer.listen,
-                np.frombuffer(ask.token_ids, np.int32),
+                _prompt_of(ask),
                 ask.max_new_tokens,
                 ask.mode,
                 timeout=ask.timeout,
@@ -235,3 +237,15 @@ class Host:
 
     def _refuse(self, call: Call, error: Exception) -> None:
         self._pipe.send(Reply(call.number, packed(None), to_wire(error)))
+
+
+def _prompt_of(ask: Ask) -> TokenIds | ReadPrompt:
+    """The prompt of a message, with its images if it has any."""
+    ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
+    if not ask.images:
+        return ids
+    placed = tuple(
+        PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        for one in ask.images
+    )
+    return ReadPrompt(ids, PlacedImages(ids, placed, ask.row_id))

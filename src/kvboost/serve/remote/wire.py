@@ -29,6 +29,17 @@ class WireError(msgspec.Struct, array_like=True):
     attributes: dict[str, Any]
 
 
+class WireImage(msgspec.Struct, array_like=True):
+    """An image of a prompt: ``PlacedImage``."""
+
+    data: bytes
+    digest: bytes
+    num_rows: int
+    start: int
+    end: int
+    grid: tuple[int, int] | None
+
+
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """API → engine: answer a prompt. ``number`` names the answer from now on."""
 
@@ -39,6 +50,9 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     mode: str
     timeout: float | None
     options: dict[str, Any]
+    images: list[WireImage] = []
+    row_id: int = 0
+    """The token that rows of images have for the model."""
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):

@@ -1,0 +1,1 @@
+"""Images: reading files, what models make of them, and vision towers."""
