@@ -123,7 +123,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What differs from ``SIZES`` in each family's config."""
 CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """transformers lists Mistral 4, which reads text, among the models that see."""
-HERE = sorted(set(FAMILIES) & set(CLASSES))
+HAS_LATENTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 22)
+"""Older versions of transformers keep expanded keys and values."""
+HERE = sorted(
+    name
+    for name in set(FAMILIES) & set(CLASSES)
+    if HAS_LATENTS or "kv_lora_rank" not in FAMILIES[name]
+)
 """Older versions of transformers have fewer families."""
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from adapters import merge, write_adapter
-from families import FAMILIES, family_model
+from families import FAMILIES, HAS_LATENTS, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.errors import AdapterError, ConfigError
 from kvboost.model import latent
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
-from kvboost.model.caches import observe
+from kvboost.model.caches import ShapeProbe, observe
 from kvboost.model.compat import ARCHITECTURES
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
@@ -34,6 +34,7 @@ from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 from tiny import CONTEXT, make_engine, runner_of
 
+pytestmark = pytest.mark.skipif(not HAS_LATENTS, reason="needs transformers 5.22")
 BASELINE, EXACT, MOVED = GenerationMode
 CLOSE = {"atol": 1e-3, "rtol": 0}
 NAMES = ("deepseek_v2", "deepseek_v3", "minicpm3")
@@ -300,6 +301,8 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
         check_split(tmp_path / "model", 2, strict=True)
     with pytest.raises(UnsupportedModelError, match="keeps expanded keys and values in this ver"):
         latent_layers(nn.Linear(1, 1))
+    with pytest.raises(UnsupportedModelError, match="layer 3 keeps expanded keys and values"):
+        ShapeProbe(latent=True).update(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 6), 3)
 
 
 def test_every_family_with_latents_is_in_the_table() -> None:

@@ -248,8 +248,10 @@ def attend_segment(
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
     rows, on_cpu = len(segment), query.device.type == "cpu"
-    # GPUs have no kernels for so wide heads, and torch would copy the keys for each query head.
-    is_written_out = sinks is not None or (not on_cpu and query.shape[3] > MOST_FLASH_DIM)
+    is_latent = segment.kv.shape.of(0).sides == 1
+    # GPUs have no kernels for so wide rows, and torch would copy them for each query head.
+    is_wide = is_latent and not on_cpu and query.shape[3] > MOST_FLASH_DIM
+    is_written_out = sinks is not None or is_wide
     is_masked = not segment.is_plain or window is not None or softcap is not None
     if is_masked or (is_written_out and rows > 1):
         return _attend_blocks(query, segment, read, window, scale, softcap, sinks)

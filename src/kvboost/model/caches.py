@@ -18,7 +18,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
 from kvboost.model.kv_shape import AnyShape, shape_of
-from kvboost.model.latent import join
+from kvboost.model.latent import check_latents, join
 from kvboost.model.scans import begin_with
 from kvboost.model.segment import Segment
 from kvboost.model.states import RowStates, StateCalls, StateShape, shape_of_states
@@ -156,7 +156,9 @@ class ShapeProbe(StateCalls, PackedCache):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._latent and keys.shape != values.shape:
+        if self._latent:
+            check_latents(layer_idx, keys, values)
+        elif keys.shape != values.shape:
             raise UnsupportedModelError(
                 f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
                 f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"

@@ -54,11 +54,22 @@ def latent_layers(model: nn.Module) -> list[LatentAttention]:
         if callable(getattr(module, EXPAND, None))
     ]
     if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps expanded keys and values in this version of "
-            "transformers, and KVBoost stores latents; install transformers 5.22 or later"
-        )
+        raise _is_old(type(model).__name__)
     return found
+
+
+def check_latents(layer: int, latents: torch.Tensor, rotated: torch.Tensor) -> None:
+    """Raises UnsupportedModelError if these, ``[tokens, heads, 1, width]``, are keys and values of
+    several heads."""
+    if (latents.shape[1], rotated.shape[1]) != (1, 1):
+        raise _is_old(f"layer {layer}")
+
+
+def _is_old(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} keeps expanded keys and values in this version of transformers, and KVBoost "
+        "stores latents; install transformers 5.22 or later"
+    )
 
 
 class LatentAttention:

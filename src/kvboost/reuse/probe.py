@@ -12,7 +12,7 @@ from kvboost.model.native.moved_rows import attention_mass
 from kvboost.model.partial_attention import sink_shares
 from kvboost.model.segment import Hook, heads_first, is_beyond
 
-_SCORES = 1 << 24  # attention weights held at a time
+_SCORES = 1 << 24  # attention weights held at a time: a long prompt has many
 
 
 END_ROWS = 5
@@ -93,18 +93,22 @@ class AttentionMass(Hook):
         counted = counted.to(query.device)
         keys, _ = kv.layer(layer, 0, start + rows)
         kv_heads = keys.shape[1]
-        folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
+        group = heads // kv_heads
+        folded = (query * scale).reshape(kv_heads, group * rows, dim)
         hidden = self._hidden(rows, window, query)
-        most = max(1, _SCORES // (folded.shape[1] * (start + rows)))
-        for first in range(0, kv_heads, most):  # few at a time: a long prompt has many weights
-            some = slice(first, first + most)
-            scores = torch.matmul(folded[some], keys[0, some].transpose(1, 2))
-            scores = scores.view(-1, rows, start + rows).add_(hidden)
-            weights = torch.softmax(scores, -1, dtype=torch.float32)
-            if sinks is not None:
-                of_some = sinks.view(kv_heads, -1)[some].reshape(-1, 1, 1)
-                weights *= sink_shares(scores.float().logsumexp(-1, keepdim=True), of_some)
-            self.mass[band] += (counted @ weights).sum(0)[:, :start] / heads
+        most = max(1, _SCORES // (rows * (start + rows)))  # heads at a time
+        for first in range(0, kv_heads, max(1, most // group)):
+            some = slice(first, first + max(1, most // group))
+            for part in range(0, group, most):
+                queries = folded[some, part * rows : (part + most) * rows]
+                scores = torch.matmul(queries, keys[0, some].transpose(1, 2))
+                scores = scores.view(-1, rows, start + rows).add_(hidden)
+                weights = torch.softmax(scores, -1, dtype=torch.float32)
+                if sinks is not None:
+                    of_some = sinks.view(kv_heads, group)[some, part : part + most]
+                    total = scores.float().logsumexp(-1, keepdim=True)
+                    weights *= sink_shares(total, of_some.reshape(-1, 1, 1))
+                self.mass[band] += (counted @ weights).sum(0)[:, :start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """The mask of the last rows, to be added to scores; made once for each window."""
