@@ -3,7 +3,7 @@
     python scripts/compare_records.py bench-history.jsonl
     python scripts/compare_records.py old/results.jsonl new/results.jsonl --against 1a2b3c4
 
-A record is a JSON line: what ``kvboost bench NAME --history FILE`` appends, and what ``bench all``
+A record is a JSON line: what ``kvboost bench NAME --history FILE`` appends, and what ``make bench``
 writes to results.jsonl. Only figures with a spread are compared. Two of them differ
 only if their intervals do not touch, and still do not after the machine's own drift is taken out:
 how much faster or slower the very same work (stock transformers', or ours without reuse) was in

@@ -23,7 +23,7 @@ def test_the_sdist_holds_tests_docs_examples_and_scripts(tmp_path) -> None:
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_OURS))
     expected = {
         str(path.relative_to(tree))
-        for folder in ("deploy", "docs", "examples", "scripts", "src", "tests")
+        for folder in ("benchmarks", "deploy", "docs", "examples", "scripts", "src", "tests")
         for path in (tree / folder).rglob("*")
         if path.is_file()
     }

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
+from benchmarks.entries import SCRIPTS
 from homes import use_home
 from kvboost.cli import app
 
@@ -33,7 +35,7 @@ RUNNABLE = (
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-QUOTED_FILE = re.compile(r"(?<![\w/.-])(?:scripts|examples|tests)/[\w/.-]+\.\w+")
+QUOTED_FILE = re.compile(r"(?<![\w/.-])(?:benchmarks|scripts|examples|tests)/[\w/.-]+\.\w+")
 
 
 def name_of(page: Path) -> str:
@@ -68,18 +70,24 @@ def examples(text: str) -> Iterator[Example]:
 def complaint(arguments: tuple[str, ...]) -> str | None:
     """What the command line says against ``arguments``; None if they parse. Runs nothing:
     ``--help`` comes first, once every command and option has been recognised."""
-    shown = CliRunner().invoke(app, [*arguments, "--help"])
+    if arguments[:1] == ("benchmarks",):
+        if set(arguments[1:2]) & SCRIPTS.keys():
+            return None  # a test of its own asks for its help
+        shown = CliRunner().invoke(benchmarks, [*arguments[1:], "--help"])
+    else:
+        shown = CliRunner().invoke(app, [*arguments, "--help"])
     return shown.output if shown.exit_code else None
 
 
 def commands(text: str) -> Iterator[tuple[str, ...]]:
-    """The arguments of every ``kvboost ...`` that a page quotes."""
+    """The arguments of every ``kvboost ...`` that a page quotes, and of every
+    ``python -m benchmarks ...``, which begin with "benchmarks"."""
     quoted = [code[1] for code in INLINE_CODE.finditer(FENCE.sub("", text))]
     for fence in FENCE.finditer(text):
         if fence[1] != "python":
             quoted += fence[2].replace("\\\n", " ").splitlines()
     for line in quoted:
-        command = re.match(r"\s*(?:\$ )?kvboost\s+(.*)", line)
+        command = re.match(r"\s*(?:\$ )?(?:kvboost\s+|python -m (?=benchmarks\s))(.*)", line)
         if command is not None:
             words = shlex.split(re.split(r"\s[#&|<>;]", f"{command[1]} ")[0])
             yield tuple(word for word in words if word not in ("...", "…"))
@@ -167,6 +175,7 @@ def test_the_checks_find_what_they_look_for() -> None:
             "```bash",
             "kvboost quality --limit 3 \\",
             "  --ratio 0.1 &",
+            "python -m benchmarks gpu --quick",
             "$ kvboost generate - --cache-dir ./kv < report.txt   # a comment",
             "```",
             "```python",
@@ -181,8 +190,11 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert list(commands(text)) == [
         ("bench", "ttft", "--peers"),
         ("quality", "--limit", "3", "--ratio", "0.1"),
+        ("benchmarks", "gpu", "--quick"),
         ("generate", "-", "--cache-dir", "./kv"),
     ]
-    assert list(examples(text)) == [Example("print(1)\n", 7, "1\n")]
+    assert list(examples(text)) == [Example("print(1)\n", 8, "1\n")]
     assert "--no-such-option" in (complaint(("quality", "--no-such-option")) or "")
     assert "no-such-benchmark" in (complaint(("bench", "no-such-benchmark")) or "")
+    assert complaint(("bench", "gpu")) is not None
+    assert "no-such-option" in (complaint(("benchmarks", "gpu", "--no-such-option")) or "")

@@ -1,5 +1,5 @@
 """Damaged files and clocks that jump: the answers stay those of a plain prefill, a counter moves,
-and nothing is raised. ``test_fault_run.py`` has what the fault run tries."""
+and nothing is raised. ``tests/benchmarks/test_faults.py`` has what the fault run tries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.faults.workers import prompt
 from kvboost import GenerationMode, KVBoost
 from kvboost.cache.tiers import disk
-from kvboost.faults.workers import prompt
 from tiny import make_engine, tiny_model
 
 PREFIX = GenerationMode.PREFIX_CACHE

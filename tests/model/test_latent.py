@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from adapters import merge, write_adapter
+from benchmarks.shapes import config_of
 from families import FAMILIES, HAS_LATENTS, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.errors import AdapterError, ConfigError
@@ -28,7 +29,6 @@ from kvboost.model.parallel import check_split
 from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.segment import Segment
-from kvboost.model.shapes import config_of
 from kvboost.reuse.repair import STRATEGIES
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans

@@ -1,9 +1,10 @@
-"""Benchmarks: the commands of ``kvboost bench``.
+"""Benchmarks that users run: ``kvboost bench`` and ``kvboost quality``.
 
-benchmarks.py  the list of them all: the command line, ``bench all`` and the docs read it
-run_all.py     the main ones, each in a process of its own
+benchmarks.py  the list of them: the command line and the docs read it
 kit/           what they share: settings, reports, timing, tables, figures, records, history
 texts/         prompts and questions, made from text that every Python has
 peers/         other engines, each in an environment of its own
-speed/  quality/  load/  cache/    the benchmarks themselves
+speed/  quality/  load/    the benchmarks themselves
+
+Those for people who work on KVBoost are in ``benchmarks/`` at the root of the repository.
 """

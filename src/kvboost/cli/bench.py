@@ -1,4 +1,4 @@
-"""``kvboost bench``: a command for every benchmark of the list, made from its settings.
+"""``kvboost bench``: a command for every benchmark of the package, made from its settings.
 
 A benchmark is imported when its command runs: ``kvboost bench --help`` needs no torch.
 """
@@ -25,8 +25,10 @@ from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks: measure it yourself.", no_args_is_help=True)
 
-IN_ALL = tuple(name for name, one in BENCHMARKS.items() if one.in_all is not None)
-"""What ``kvboost bench all`` runs."""
+MOVED = (
+    *("all", "cluster", "far", "faults", "gpu", "larger", "restart", "shuffles", "soak", "vllm"),
+)
+"""Benchmarks that an earlier version had; they run from a clone now."""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Of a command that hands its arguments to another."""
 Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .png or .svg file.")]
@@ -38,11 +40,11 @@ History = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="A short form; other options still count.")]
 
 
-def forward(name: str) -> Callable[[typer.Context], None]:
-    """A command that hands all of its arguments to that of the benchmark ``name``."""
+def forward(benchmark: Benchmark) -> Callable[[typer.Context], None]:
+    """A command that hands all of its arguments to that of ``benchmark``."""
 
     def command(context: typer.Context) -> None:
-        made = command_of(BENCHMARKS[name])
+        made = command_of(benchmark)
         status = made.main(context.args, context.command_path, standalone_mode=False)
         if status:
             raise typer.Exit(status)
@@ -50,10 +52,25 @@ def forward(name: str) -> Callable[[typer.Context], None]:
     return command
 
 
+def _moved(name: str) -> Callable[[], None]:
+    """A command that says where the benchmark ``name`` has gone."""
+
+    def command() -> None:
+        with errors():
+            raise ConfigError(
+                f"kvboost bench {name} is not in the package any more; in a clone of KVBoost, "
+                f"run: python -m benchmarks {name}"
+            )
+
+    return command
+
+
 for _benchmark in BENCHMARKS.values():
     app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
-        forward(_benchmark.name)
+        forward(_benchmark)
     )
+for _name in MOVED:
+    app.command(_name, hidden=True, context_settings=PASS_ON)(_moved(_name))
 
 
 def command_of(benchmark: Benchmark) -> Any:
@@ -124,34 +141,6 @@ def _annotation(name: str, kind: Any, option: Option, default: Any) -> Any:
     return Annotated[kind | None, typer.Option(*flags, help=told, show_default=False)]
 
 
-@app.command("all")
-def everything(
-    folder: Annotated[Path, typer.Option("--out", help="Results, logs and plots go here.")] = Path(
-        "bench-results"
-    ),
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Run only these: {', '.join(IN_ALL)}. May be repeated."),
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
-    history: History = None,
-) -> None:
-    """Run the main benchmarks, unattended: at most 90 minutes, or three with --quick. Ends with
-    status 1 if one failed."""
-    with errors():
-        from kvboost.bench.run_all import run_all
-
-        report = run_all(
-            folder, out, quick=quick, only=only or (), minutes=minutes, history_file=history
-        )
-    print(json.dumps(report))
-    if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
-        raise typer.Exit(1)
-
-
 @contextmanager
 def _extra(name: str) -> Iterator[None]:
     """Says what to install if a package is missing."""
@@ -159,5 +148,5 @@ def _extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"kvboost bench {name} needs {error.name}; {install_extra('bench')}"
+            f"the benchmark {name} needs {error.name}; {install_extra('bench')}"
         ) from error

@@ -275,6 +275,6 @@ def _show(facts: Mapping[str, object], advice: Sequence[str]) -> None:
 
 
 app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(
-    bench.forward("quality")
+    bench.forward(BENCHMARKS["quality"])
 )
 unwrap_help(app)

@@ -138,13 +138,6 @@ class Benchmark:
     module: str
     goals: tuple[str, ...] = ()
     """What we want to reach; the report says whether we did."""
-    in_all: str | None = None
-    """Its arguments in ``bench all``; None if it is no part of it."""
-    seconds: int = 0
-    """What that should take on two cores with AMX."""
-    quick: str | None = None
-    """Its arguments in ``bench all --quick``; None if no form is short enough."""
-    quick_seconds: int = 0
     plots: bool = False
     long_running: bool = False
     """Whether the process bounds torch's kernel caches, as the server does."""

@@ -64,12 +64,13 @@ def why_missing(name: str, model: str | None = None) -> str | None:
 
 
 @cache
-def package_path() -> str:
-    """A folder with KVBoost and nothing else, for the path of another environment: packages beside
-    ours must not go before those of that environment."""
+def package_path(*more: Path) -> str:
+    """A folder with KVBoost, the packages ``more`` and nothing else, for the path of another
+    environment: packages beside ours must not go before those of that environment."""
     folder = tempfile.mkdtemp(prefix="kvboost-path-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (Path(folder) / "kvboost").symlink_to(Path(kvboost.__file__).parent)
+    for package in (Path(kvboost.__file__).parent, *more):
+        (Path(folder) / package.name).symlink_to(package)
     return folder
 
 

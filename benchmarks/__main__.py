@@ -1,0 +1,89 @@
+"""``python -m benchmarks NAME``: every benchmark there is. Works in the root folder of a clone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.entries import BENCHMARKS, SCRIPTS
+from benchmarks.run_all import JOBS, run_all
+from kvboost.bench.kit.benchmark import Benchmark
+from kvboost.cli.bench import PASS_ON, History, forward
+from kvboost.cli.common import errors, out, unwrap_help
+from kvboost.model.deferred import install
+
+PROGRAM = "python -m benchmarks"
+app = typer.Typer(
+    help="Benchmarks for people who work on KVBoost, and those of kvboost bench.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def of_kit(benchmark: Benchmark) -> Callable[[typer.Context], None]:
+    """The command of a benchmark that the kit runs."""
+    run = forward(benchmark)
+
+    def command(context: typer.Context) -> None:
+        install(own_process=True)
+        run(context)
+
+    return command
+
+
+def of_script(name: str) -> Callable[[typer.Context], None]:
+    """A command that hands its arguments to the ``main()`` of the module ``name``."""
+
+    def command(context: typer.Context) -> None:
+        sys.argv = [f"{PROGRAM} {name}", *context.args]
+        import_module(f"benchmarks.{name}").main()
+
+    return command
+
+
+for _benchmark in BENCHMARKS.values():
+    app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
+        of_kit(_benchmark)
+    )
+for _name, _question in SCRIPTS.items():
+    app.command(_name, help=_question, context_settings=PASS_ON)(of_script(_name))
+
+
+@app.command("all")
+def everything(
+    folder: Annotated[Path, typer.Option("--out", help="Results, logs and plots go here.")] = Path(
+        "bench-results"
+    ),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Run only these: {', '.join(job.name for job in JOBS)}. May be repeated."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
+    history: History = None,
+) -> None:
+    """Run the main benchmarks, unattended: at most 90 minutes, or three with --quick. Ends with
+    status 1 if one failed."""
+    with errors():
+        report = run_all(
+            folder, out, quick=quick, only=only or (), minutes=minutes, history_file=history
+        )
+    print(json.dumps(report))
+    if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
+        raise typer.Exit(1)
+
+
+unwrap_help(app)
+
+if __name__ == "__main__":
+    app(prog_name=PROGRAM)

@@ -1,0 +1,68 @@
+"""``python -m benchmarks``: every benchmark is a command, and every module is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import benchmarks
+from benchmarks.__main__ import app
+from benchmarks.entries import BENCHMARKS, SCRIPTS
+from benchmarks.run_all import JOBS
+
+FOLDER = Path(benchmarks.__file__).parent
+SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small", "far_check"}
+WORKERS = {"packed_worker", "vllm_connector", "vllm_runs"}
+
+runner = CliRunner()
+
+
+def run(*arguments: str):
+    return runner.invoke(app, list(arguments))
+
+
+def test_every_module_is_a_benchmark_or_used_by_one() -> None:
+    named = {one.module.split(".")[1] for one in BENCHMARKS.values() if "kvboost" not in one.module}
+    modules = {path.stem for path in FOLDER.glob("*.py")} | {"faults", "larger"}
+    assert modules == named | set(SCRIPTS) | SHARED | WORKERS | {"__init__"}
+
+
+def test_the_list_has_every_benchmark() -> None:
+    shown = run("--help").output
+    for name in (*BENCHMARKS, *SCRIPTS, "all"):
+        assert name in shown
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_of_the_kit_has_the_options_it_is_given(name: str) -> None:
+    told = run(name, "--help").output
+    given = " ".join(f"{job.arguments} {job.quick}" for job in JOBS if job.name == name).split()
+    for option in {"--quick", "--plot", "--output", "--history"} | {
+        word for word in given if word.startswith("--")
+    }:
+        assert option in told, option
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ("gpu_kernels",)])
+def test_a_script_explains_its_options(name: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("restart", "--tokens", "64", "-m", "no-such-model"), "tokens=64"),
+        (("all", "--only", "nonsense"), "only='nonsense'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr.replace("\n", "") and "Traceback" not in done.output

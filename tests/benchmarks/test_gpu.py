@@ -1,0 +1,123 @@
+"""The GPU benchmark: a tiny shape takes every path on a CPU; goals are judged from given times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import gpu
+from benchmarks.entries import BENCHMARKS
+from benchmarks.vllm_runs import WORKER
+from kvboost import StockModel
+from kvboost.errors import ConfigError, KVBoostError
+from tiny import DEVICE
+
+PROGRAM = """#!{python}
+import json, sys
+given = sys.argv[1:]
+assert given[:3] == ["-m", {worker!r}, "--plain"], given
+lengths = given[given.index("--lengths") + 1].split(",")
+steps = given[given.index("--steps") + 1].split(",")
+report = {{"version": "0.26.1", "decode": {{}}, "steps": {{number: 2.0 for number in steps}}}}
+for length in lengths:
+    report[length] = {{"cold_ms": 50.0, "known_ms": 10.0, "off_ms": 51.0}}
+print(json.dumps(report))
+"""
+
+
+def answered_together(self: StockModel, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+    """A second to read, then ten milliseconds a token."""
+    return [[1 + 0.01 * token for token in range(tokens)] for _ in prompts]
+
+
+def perform(tmp_path: Path, **given: Any) -> tuple[dict[str, Any], str]:
+    console = Console(record=True, width=140)
+    settings = BENCHMARKS["gpu"].settings(**given)
+    record = BENCHMARKS["gpu"].perform(settings, console, plot=tmp_path / "gpu.png")
+    if not record.get("problems"):
+        assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    return record, console.export_text()
+
+
+def test_a_tiny_shape_takes_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LONG", 20)
+    monkeypatch.setattr(gpu, "ALONE", 64)
+    monkeypatch.setattr(gpu, "TOGETHER", 32)
+    monkeypatch.setattr(gpu, "DOCUMENTS", 2)
+    # On a CPU, transformers' own takes most of the memory for its cache.
+    monkeypatch.setattr(StockModel, "continuous_batching", answered_together)
+    given = {"shapes": ("tiny",), "lengths": (512,), "requests": (1, 2), "rounds": 1}
+    record, shown = perform(tmp_path, **given)
+    assert "problems" not in record, record["problems"]
+    found = record["shapes"]["tiny"]
+    times = found["times"]
+    first = {gpu.READ, gpu.KNOWN, gpu.MOVED, gpu.IN_RAM, gpu.ON_DISK}
+    assert set(times[gpu.OURS]) == {*first, gpu.STEP}
+    assert all(times[gpu.OURS][what][512] > 0 for what in first)
+    for name in (gpu.OURS, gpu.STOCK, gpu.BATCHING):
+        assert set(times[name][gpu.STEP]) == {1, 2}
+    assert times[gpu.STOCK][gpu.READ][512] > 0
+    assert times[gpu.BATCHING][gpu.STEP][2] == pytest.approx(10.0)
+    assert found["limit_ms"] > 0 and all(goal["met"] is None for goal in record["goals"])
+    assert "known, disk, 512" in shown
+
+
+def test_what_did_not_take_its_path_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nothing is kept, so nothing is known."""
+    ask = gpu._ask
+    monkeypatch.setattr(
+        gpu, "_ask", lambda engine, prompt, **given: ask(engine, prompt, **{**given, "keep": False})
+    )
+    given = {"shapes": ("tiny",), "lengths": (256,), "requests": (1,), "rounds": 1}
+    record, _ = perform(tmp_path, **given, ours_only=True)
+    assert len(record["problems"]) == 3
+    assert all("another path was measured: 0 tokens" in one for one in record["problems"])
+
+
+def test_vllm_runs_first_and_an_earlier_record_is_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PROGRAM.format(python=sys.executable, worker=WORKER))
+    python.chmod(0o755)
+    times: dict[str, dict[int, float]] = {}
+    settings = gpu.Settings(vllm=str(python), requests=(1, 64))
+    bench = gpu.Bench(Console(quiet=True), settings)
+    gpu._vllm(settings, bench, "7b", times)
+    assert bench.machine["vllm"] == "0.26.1"
+    assert times[gpu.STEP] == {1: 2.0, 64: 2.0} and times[gpu.READ][8192] == 50.0
+
+    ours = {
+        gpu.STEP: {1: 2.2, 64: 3.0},
+        gpu.READ: {8192: 54.0},
+        gpu.KNOWN: {8192: 11.0},
+        gpu.IN_RAM: {8192: 6.0},
+        gpu.MOVED: {2048: 25.0, 8192: 15.0, 32768: 20.0},
+    }
+    found = {"times": {gpu.VLLM: times, gpu.OURS: ours}, "limit_ms": 1.1, "notes": []}
+    made = {"machine": {"gpu": "H200", "dtype": "bfloat16"}, "shapes": {"7b": found}}
+    (tmp_path / "record.json").write_text(json.dumps(made))
+    record, shown = perform(tmp_path, record=str(tmp_path / "record.json"))
+    met = [goal["met"] for goal in record["goals"]]
+    assert met == [True, False, True, True, True, True, None, False, True]
+    assert record["goals"][1]["figure"] == "1.50"
+    rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
+    assert "0.12" in rows["known, RAM, 8,192"] and "50%" in rows["step, 1"]
+    with pytest.raises(ConfigError, match="is no record of this"):
+        perform(tmp_path, record=str(tmp_path / "none.json"))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(KVBoostError, match="needs an NVIDIA GPU"):
+        perform(tmp_path, shapes=("7b",))

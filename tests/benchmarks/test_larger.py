@@ -1,0 +1,91 @@
+"""The benchmark of larger models: a tiny shape takes every path on a CPU; goals are judged from
+given figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import shapes
+from benchmarks.entries import BENCHMARKS
+from benchmarks.larger import run, streaming
+from kvboost.errors import KVBoostError
+from tiny import DEVICE
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has int4 products, and they need wider rows")
+def test_a_tiny_shape_takes_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "LEAST_STEPS", 4)
+    monkeypatch.setattr(streaming, "MOST_STEPS", 4)
+    monkeypatch.setattr(streaming, "PROMPT", 12)
+    for module in (streaming, shapes):  # a smaller embedding
+        monkeypatch.setattr(module, "VOCABULARY", 2048)
+    monkeypatch.setattr(run, "TINY_MEMORY", 105 << 20)
+    monkeypatch.setattr(streaming, "EDITS", (4, 4))  # the shortest
+    console = Console(record=True, width=140)
+    settings = BENCHMARKS["larger"].settings(shape="tiny", requests=(1, 2))
+    plot = tmp_path / "larger.png"
+    record = BENCHMARKS["larger"].perform(settings, console, plot=plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    found = record["streaming"]["tiny"]
+    assert found["layers"] == 16 and 0 < found["resident"] < 16
+    runs = found["runs"]
+    assert set(runs) == {"1 request", "2 requests", streaming.DRAFTED, streaming.CODE}
+    assert runs["1 request"]["passes"] == 2 and runs["2 requests"]["tokens"] == 4
+    assert runs[streaming.DRAFTED]["passes"] < runs[streaming.DRAFTED]["tokens"] == 4
+    assert 0 < runs[streaming.CODE]["passes"] < runs[streaming.CODE]["tokens"], "no drafts"
+    assert runs["1 request"]["copied_bytes"] == 2 * found["pass_bytes"]
+    assert "layers are streamed" in console.export_text()
+    assert "problems" not in record
+
+
+def test_a_part_that_fails_is_a_problem_and_the_others_still_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Engine:
+        """Has what a run asks for, and no model."""
+
+        device = torch.device("cpu")
+
+        def facts(self) -> dict[str, int]:
+            return {"layers": 4, "streamed_layers": 3}
+
+    def decode(engine: object, requests: int, seconds: float) -> streaming.Pace:
+        if requests == 1:
+            raise RuntimeError("out of memory")
+        return streaming.Pace(4, 2.0, 400, 8)
+
+    monkeypatch.setattr(streaming, "_streamed", lambda engine: SimpleNamespace(pass_bytes=100))
+    monkeypatch.setattr(streaming, "_decode", decode)
+    monkeypatch.setattr(streaming, "_drafted", lambda *_: streaming.Pace(1, 1.0, 100, 4))
+    monkeypatch.setattr(streaming, "_code_edited", lambda *_: streaming.Pace(1, 1.0, 100, 4))
+    said: list[str] = []
+    found = streaming._measure(Engine(), 1 << 30, 250.0, (1, 2), 1.0, said.append)  # type: ignore[arg-type]
+    assert found["problems"] == ["1 request: RuntimeError: out of memory"] and len(said) == 4
+    assert found["runs"]["2 requests"]["tokens_per_s"] == 4.0
+    assert found["runs"]["2 requests"]["share_of_bus"] == 0.8
+    assert found["limit_tokens_per_s"] == 2.5
+
+
+def test_another_shape_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(KVBoostError, match="needs an NVIDIA GPU"):
+        BENCHMARKS["larger"].perform(BENCHMARKS["larger"].settings(), Console(quiet=True))
+
+
+def test_goals_are_judged_for_their_shape_and_memory() -> None:
+    paces = {"1 request": 4.1, "8 requests": 30.0, streaming.CODE: 7.0}
+    found: dict[str, Any] = {
+        "runs": {name: {"tokens_per_s": n, "share_of_bus": 0.93} for name, n in paces.items()},
+        "device_memory": 8 << 30,
+        "peak_reserved": 7 << 30,
+    }
+    goals = run._goals("32b", found)
+    assert [goal.met for goal in goals] == [True, True, True, False, True]
+    assert [goal.figure for goal in goals] == ["93%", "4.10", "7.32 ×", "1.71 ×", "7GiB"]
+    assert {goal.met for goal in run._goals("tiny", found)} == {None}

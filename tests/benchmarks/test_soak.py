@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from benchmarks.soak import CHUNKS, Soak, levels, soak, used_mb
+from kvboost.model.load import wrap
+from tiny import byte_tokenizer, tiny_model
+
+
+def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:
+    """The command's short form: all kinds of requests over 64 chunks, memory and disk."""
+    model = wrap(tiny_model("llama", max_position_embeddings=2048), byte_tokenizer())
+    seen = soak(model, 6.0, tmp_path, least_requests=80)
+    # So short a run is still filling its pools when it begins to be watched.
+    assert [problem for problem in seen.problems if not problem.startswith("memory")] == []
+    assert seen.growth < 0.3
+    assert seen.requests >= 80 and seen.checked > 0 and seen.reused_share > 0.1
+    assert seen.evicted > CHUNKS and seen.promoted > 0 and seen.demoted > 0
+
+
+def test_growth_is_relative_to_the_settled_level() -> None:
+    assert abs(Soak(levels_mb=[200.0, 206.0, 204.0]).growth - 0.03) < 1e-9
+
+
+def test_memory_is_judged_by_medians_over_time() -> None:
+    samples = [100.0] * 50 + [500.0] + [110.0] * 49
+    assert levels(samples) == [100.0] * 10 + [110.0] * 10
+    assert levels([7.0]) == [7.0]
+    assert used_mb(torch.device("cpu")) > 10
