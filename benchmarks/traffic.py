@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -367,4 +368,6 @@ def replay_all(
 
 
 def main() -> None:
-    typer.run(replay_all)
+    app = typer.Typer(add_completion=False)
+    app.command()(replay_all)
+    app(prog_name=sys.argv[0])
