@@ -115,12 +115,14 @@ class Case:
         return cls(heads, kv_heads, positions, query, pages, table[None])
 
     def rows(self, tile: Tile | None = None, parts: int | None = None) -> TiledRows:
-        sizes = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads, "dtype": DTYPE}
+        sizes: dict[str, Any] = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads}
         if tile is None:
             num_rows = self.heads // self.kv_heads * len(self.positions)
             tile = dense_tile(self.query.device, DTYPE, DIM, num_rows)
             tile = tile or Tile.over(self.pages, num_rows)
-        return TiledRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
+        return TiledRows.of(
+            [self.positions], self.tables, tile=tile, parts=parts, dtype=DTYPE, **sizes
+        )
 
     def attend(self, rows: TiledRows) -> torch.Tensor:
         return attend(self.query, self.pages, rows, DIM**-0.5)
@@ -196,7 +198,7 @@ def time_attention(name: str, case: Case) -> dict[str, Any]:
         )
     theirs_name, theirs = flash_attention(case)
     check(f"{name}, {theirs_name}", theirs(), expected)
-    report = {
+    report: dict[str, Any] = {
         "us": times[0],
         "best_us": min(times),
         "best": describe(plans[times.index(min(times))]),
@@ -229,16 +231,18 @@ def time_long(name: str, case: Case) -> dict[str, Any]:
         query = case.query.transpose(0, 1)[None]
         return run(query, *(part[None] for part in all_rows))[0].transpose(0, 1)
 
-    def chosen_by_torch(query: torch.Tensor, *keys_values: torch.Tensor) -> torch.Tensor:
+    def chosen_by_torch(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         options: dict[str, Any] = {"is_causal": True}
         if before:
             options = {"attn_mask": causal_lower_right(rows, before + rows)}
         found = torch.nn.functional.scaled_dot_product_attention
-        return found(query, *keys_values, **options, scale=DIM**-0.5, enable_gqa=True)
+        return found(query, keys, values, **options, scale=DIM**-0.5, enable_gqa=True)
 
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "FlashAttention, one call": lambda: whole(
-            lambda *given: FLASH.attend(*given, DIM**-0.5, True)[0]
+            lambda query, keys, values: FLASH.attend(query, keys, values, DIM**-0.5, True)[0]
         ),
         "torch's choice, one call": lambda: whole(chosen_by_torch),
         **{f"{kernel.name}, parts": partial(in_parts, kernel) for kernel in (FLASH, CUDNN)},
@@ -336,7 +340,7 @@ def time_move(model: str, tokens: int, count: int = 8) -> dict[str, float]:
     ]
     distances = torch.tensor([span.position - span.start for span in spans])
     cos, sin = (part[None] for part in rotations(distances))
-    on_host = cos.cpu(), sin.cpu()
+    on_host = torch.stack([cos, sin]).cpu().numpy()
     (rows,) = MovedRows.of([spans], on_host, table, layers)
     row = torch.arange(each * count, device=DEVICE)
     cos_of, sin_of = (part[0, row // each] for part in (cos, sin))
@@ -402,15 +406,15 @@ def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, fl
         scattered(rows, keys),
         Spans.of([range(*two) for two in pairwise(bounds)], keys),
     )
-    weights = spans.weights(positions)
+    weights = spans.weights(positions.numpy())
     assert weights is not None
-    plan = ShiftPlan.of(ShiftRows.of(positions, spans.block_of, weights), table)
+    plan = ShiftPlan.of(ShiftRows.of(positions.numpy(), spans.block_of, weights), table)
     fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
     rotation = Rotation(FREQUENCIES.expand(2, -1))
     at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))
     kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
     kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
-    hook = Shift(rotation, positions.to(DEVICE), spans.to(DEVICE))
+    hook = Shift(rotation, positions.to(DEVICE), spans)
     hook.kv = kv
     in_torch = partial(hook.on_fresh, 1, *fresh)
     ours = partial(shift, fresh[0], fresh[1], pages, plan, at, error_weight=ERROR_WEIGHT)
