@@ -23,7 +23,9 @@ import json, os, pathlib, sys
 given = sys.argv[1:]
 with open({asked!r}, "a") as asked:
     asked.write(json.dumps({{"given": given, "path": os.environ["PYTHONPATH"]}}) + "\\n")
-assert (pathlib.Path(os.environ["PYTHONPATH"]) / "kvboost" / "engine.py").is_file()
+packages = pathlib.Path(os.environ["PYTHONPATH"])
+assert (packages / "kvboost" / "engine.py").is_file()
+assert (packages / "benchmarks" / "vllm_connector.py").is_file()
 print("INFO vLLM says a lot")
 print("{{'not': 'JSON'}}")
 if "--restart" in given:
