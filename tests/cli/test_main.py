@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvboost
 from homes import use_home
 from kvboost.cli import app
-from kvboost.cli.demo import CODE_QUESTIONS, ORDERS
+from kvboost.cli.demo import CODE_QUESTIONS
 from tiny import byte_tokenizer, tiny_model
 
 runner = CliRunner()
@@ -212,13 +212,15 @@ def test_mistakes_are_one_line_and_exit_code_2(model, arguments, message) -> Non
     assert "Traceback" not in done.output
 
 
-def test_the_demo_compares_what_it_claims(model, monkeypatch) -> None:
-    monkeypatch.setattr("kvboost.cli.demo.CODE_QUESTIONS", CODE_QUESTIONS[:2])
-    monkeypatch.setattr("kvboost.cli.demo.ORDERS", ORDERS[:1])
-    shown = run("demo", "-m", model, "--json")
+def test_the_demo_compares_what_it_claims(model) -> None:
+    shown = run("demo", "-m", model, "--quick", "--json")
     assert shown.exit_code == 0, shown.output
+    assert f"asked last: {CODE_QUESTIONS[1][:40]}" in shown.stderr
     asked = json.loads(shown.stdout)
-    exact, moved = asked[:6], asked[6:]
+    assert [one["prompt"] for one in asked] == [
+        *("chat, turn 1", "chat, turn 2", "code, question 1", "code, question 2", "order 1"),
+    ]
+    exact, moved = asked[:4], asked[4:]
     for one in asked:
         assert one["same"] == (one["baseline"]["token_ids"] == one["reuse"]["token_ids"])
     assert all(one["same"] and one["mean_kl"] is None for one in exact)

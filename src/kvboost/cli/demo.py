@@ -57,29 +57,31 @@ class Asked:
 Ask = Callable[[str, list[dict[str, str]]], Asked]
 
 
-def chat(ask: Ask) -> Iterator[Asked]:
+def chat(ask: Ask, turns: Sequence[str]) -> Iterator[Asked]:
     messages = [{"role": "system", "content": SYSTEM}]
-    for number, turn in enumerate(TURNS, start=1):
+    for number, turn in enumerate(turns, start=1):
         messages.append({"role": "user", "content": turn})
         asked = ask(f"chat, turn {number}", messages)
         messages.append({"role": "assistant", "content": asked.reuse.output_text})
         yield asked
 
 
-def code(ask: Ask) -> Iterator[Asked]:
+def code(ask: Ask, questions: Sequence[str]) -> Iterator[Asked]:
     source = inspect.getsource(sched)
-    for number, question in enumerate(CODE_QUESTIONS, start=1):
+    for number, question in enumerate(questions, start=1):
         content = f"Here is a Python file.\n\n{source}\n\n{question}"
         yield ask(f"code, question {number}", [{"role": "user", "content": content}])
 
 
-def documents(engine: KVBoost, max_new_tokens: int, salt: str) -> Iterator[Asked]:
-    """The same documents in three orders."""
+def documents(
+    engine: KVBoost, max_new_tokens: int, salt: str, orders: Sequence[list[int]]
+) -> Iterator[Asked]:
+    """The same documents in other orders than they were read in."""
     asked = make_questions(1, seed=7, num_passages=5, words_per_passage=170)[0]
     texts = [f"{text}\n\n" for text in asked.passages]
     for text in texts:
         engine.warm(text, cache_salt=salt)
-    for number, order in enumerate(ORDERS, start=1):
+    for number, order in enumerate(orders, start=1):
         content = "".join(texts[place] for place in order) + asked.question
         prompt = [{"role": "user", "content": content}]
         baseline = engine.generate(prompt, max_new_tokens, GenerationMode.BASELINE)
@@ -92,9 +94,15 @@ def documents(engine: KVBoost, max_new_tokens: int, salt: str) -> Iterator[Asked
         yield Asked(f"order {number}", baseline, reuse, divergence)
 
 
-def run(engine: KVBoost, console: Console, max_new_tokens: int = 24) -> list[Asked]:
-    """Asks everything, prints a line per prompt as it is answered, then what it adds up to."""
+def run(
+    engine: KVBoost, console: Console, max_new_tokens: int = 24, *, quick: bool = False
+) -> list[Asked]:
+    """Asks everything, prints a line per prompt as it is answered, then what it adds up to.
+    ``quick`` asks two turns, two questions and one order."""
     salt = "demo"
+    turns: Sequence[str] = TURNS[:2] if quick else TURNS
+    questions: Sequence[str] = CODE_QUESTIONS[:2] if quick else CODE_QUESTIONS
+    orders: Sequence[list[int]] = ORDERS[:1] if quick else ORDERS
 
     def ask(title: str, prompt: list[dict[str, str]]) -> Asked:
         baseline = engine.generate(prompt, max_new_tokens, GenerationMode.BASELINE)
@@ -104,16 +112,16 @@ def run(engine: KVBoost, console: Console, max_new_tokens: int = 24) -> list[Ask
         return Asked(title, baseline, reuse)
 
     start = time.monotonic()
-    total = len(TURNS) + len(CODE_QUESTIONS) + len(ORDERS)
+    total = len(turns) + len(questions) + len(orders)
     console.print(f"{total} prompts, each answered without and with reuse", highlight=False)
     engine.generate("Warm up.", 2, GenerationMode.BASELINE)
     exact: list[Asked] = []
     moved: list[Asked] = []
     with console.status("asking"):
         for everything, part in (
-            (exact, chat(ask)),
-            (exact, code(ask)),
-            (moved, documents(engine, max_new_tokens, salt)),
+            (exact, chat(ask, turns)),
+            (exact, code(ask, questions)),
+            (moved, documents(engine, max_new_tokens, salt, orders)),
         ):
             for asked in part:
                 everything.append(asked)
@@ -141,7 +149,8 @@ def show_exact(everything: list[Asked], console: Console) -> None:
         table.add_row(*_cells(asked), "yes" if asked.same else "no")
     console.print(table)
     _maps(everything, console)
-    console.print(f"\nasked last: {CODE_QUESTIONS[-1]}", highlight=False)
+    asked_last = CODE_QUESTIONS[sum(asked.title.startswith("code") for asked in everything) - 1]
+    console.print(f"\nasked last: {asked_last}", highlight=False)
     answer = everything[-1].reuse.output_text  # the model's words, not our markup
     console.print(f"answer:     {answer}", highlight=False, markup=False)
     same = sum(asked.same for asked in everything)

@@ -83,6 +83,7 @@ def demo(
     model: Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: Dtype = "float32",
+    quick: Annotated[bool, typer.Option("--quick", help="Ask half of the prompts.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare answers and times without and with reuse.
@@ -94,7 +95,8 @@ def demo(
     with errors(), load_engine(model, device, dtype) as engine:
         from kvboost.cli import demo as demonstration
 
-        asked = demonstration.run(engine, Console(stderr=True) if as_json else out)
+        console = Console(stderr=True) if as_json else out
+        asked = demonstration.run(engine, console, quick=quick)
     if as_json:
         print_json(
             [
