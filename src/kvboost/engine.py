@@ -60,7 +60,9 @@ from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 from kvboost.cli.common import unreadable
 from kvboost.cli.option_files import read_option_file
-from kvboost.config import install_extra, unknown_option
+from kvboost.config import unknown_option
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,13 +39,6 @@ _VALUES: dict[Any, tuple[tuple[type, ...], str]] = {
 def read_config(context: typer.Context, path: Path, *, starting: bool = False) -> dict[str, Any]:
     """The options in the TOML file ``path``, by the names of the command's parameters. An option
     has its name on the command line, without the dashes at the beginning."""
-    try:
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--config needs {error.name}; {install_extra('serve')}") from None
     remedy = "name a TOML file of options"
     text = read_option_file("--config", path, remedy, starting=starting)
     try:

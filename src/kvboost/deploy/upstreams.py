@@ -149,7 +149,7 @@ class Upstreams:
             await self.check()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._seconds)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 continue
             self._wake.clear()
             await asyncio.sleep(min(0.1, self._seconds))  # many requests may fail at once

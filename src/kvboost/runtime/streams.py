@@ -15,7 +15,7 @@ from kvboost.results import GenerationResult
 from kvboost.runtime.request import RequestState
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class AnswerReader(Protocol):

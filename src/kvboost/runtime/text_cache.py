@@ -31,7 +31,9 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, pin_name
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self
+
+    from typing_extensions import Unpack
 
 log = logging.getLogger("kvboost")
 

@@ -24,7 +24,7 @@ from kvboost.serve.server import ServerState
 from kvboost.structured.formats import FORMATS
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from kvboost.serve.metrics import Metrics
 

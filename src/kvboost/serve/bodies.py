@@ -97,7 +97,7 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     too slow."""
     try:
         return await within(settings.body_seconds, _receive(request, settings))
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ApiError(
             408,
             f"the body did not arrive within {settings.body_seconds:g} s",

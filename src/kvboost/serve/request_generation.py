@@ -6,10 +6,9 @@ refused, with the reason, if to leave it out would change the answer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, Tag, model_validator
-from typing_extensions import Self
 
 from kvboost.serve.request_documents import SessionId, Ttl
 from kvboost.serve.request_fields import (

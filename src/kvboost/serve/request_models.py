@@ -8,10 +8,9 @@ never takes longer than parsing it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
-from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.config import MOST_CONTEXTS

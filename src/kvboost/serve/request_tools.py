@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.json_text import MAX_DEPTH, depth_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
@@ -86,8 +85,7 @@ def stoppable(error: type[Exception]) -> Iterator[Callable[[], None]]:
     except asyncio.CancelledError:
         if not is_stopped:
             raise
-        if sys.version_info >= (3, 11):
-            task.uncancel()
+        task.uncancel()
         raise error from None
     finally:
         is_over = True

@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def record(
     """The JSON document of a run."""
     made = {
         "benchmark": benchmark,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **code(),
         "model": settings.get("model"),
         "machine": dict(machine),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from typing_extensions import Self
 
 from kvboost.config import DEFAULT_MODEL
 from kvboost.deploy.router import RouterSettings

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from kvboost.serve.anthropic.blocks import AnthropicMessage, Content, text_of
 from kvboost.serve.request_context import ContextManagement

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kvboost.chat.tool_use import ToolUse
@@ -49,7 +49,7 @@ def running(server: ServerState, name: str) -> dict[str, Any]:
     on_gpu = server.facts.get("device") != "cpu"
     return {
         **entry,
-        "expires_at": timestamp(datetime.now(timezone.utc) + _NEVER),
+        "expires_at": timestamp(datetime.now(UTC) + _NEVER),
         "size_vram": entry["size"] if on_gpu else 0,
         "context_length": _context(server, name) or 0,
     }
@@ -114,7 +114,7 @@ def _context(server: ServerState, name: str) -> int | None:
 
 
 def _started(server: ServerState) -> str:
-    return timestamp(datetime.fromtimestamp(server.started, timezone.utc))
+    return timestamp(datetime.fromtimestamp(server.started, UTC))
 
 
 def _count(number: int) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from kvboost.serve.request_fields import (
     MAX_CALLS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -81,7 +81,7 @@ class OllamaWriter:
     def _said(
         self, content: str = "", thinking: str = "", calls: Iterable[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        head = {"model": self._model, "created_at": timestamp(datetime.now(timezone.utc))}
+        head = {"model": self._model, "created_at": timestamp(datetime.now(UTC))}
         thought = {"thinking": thinking} if thinking else {}
         if self._is_chat:
             called = {"tool_calls": list(calls)} if calls else {}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, Tag, model_validator
-from typing_extensions import Self
 
 from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.request_fields import (

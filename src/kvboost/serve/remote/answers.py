@@ -24,8 +24,7 @@ from kvboost.tokens.text import AnswerText, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from typing_extensions import Self
+    from typing import Self
 
 _NO_TIMES = Timings(0.0, 0.0, **{f"{phase}_ms": 0.0 for phase in PHASES})
 _NOTHING = ReuseReport(())

@@ -148,7 +148,7 @@ async def send(
 
     try:
         await asyncio.wait_for(read(), timeout)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         answer.error = f"no whole answer within {timeout:g} s"
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
