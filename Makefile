@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 WORKERS ?= 2
+# A package index with the build of torch that you want, such as one for CPUs only.
+TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-vllm test-ray test-frameworks check docs services format peers bench clean
@@ -13,7 +15,8 @@ help:  ## show this list
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
