@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvboost.runtime.streams import AsyncTextStream, TextStream
     from kvboost.tokens.prompt import Conversation
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 
 __all__ = [
     "AdapterError",
