@@ -8,7 +8,7 @@ WORKERS ?= 2
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-ray test-frameworks check docs services format peers bench clean
+.PHONY: help setup demo test test-vllm test-ray test-frameworks check docs services format peers bench release clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -25,10 +25,15 @@ setup: $(READY)  ## create .venv and install everything
 demo: $(READY)  ## baseline against reuse on the embedded model, about a minute
 	@$(BIN)/kvboost demo
 
-check: $(READY)  ## format, lint and types
+check: $(READY)  ## format, lint, types, and the workflows of .github
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms \
+		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
 docs: $(READY)  ## the documentation site, into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -92,6 +97,11 @@ peers: $(READY)  ## install the engines to compare with, each in a place of its 
 
 bench: $(READY)  ## the main benchmarks, unattended, into bench-results/ (up to 90 minutes)
 	@$(BIN)/kvboost bench all --out bench-results --history bench-results/history.jsonl
+
+release: export TORCH_INDEX := $(TORCH_INDEX)
+release: $(READY)  ## build, check and try the packages of the last commit, into dist/ (minutes)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@$(BIN)/python scripts/release.py $(if $(TAG),--tag $(TAG))
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
