@@ -151,7 +151,8 @@ def build(tag: str | None, scratch: Path) -> tuple[Path, Path]:
     shutil.rmtree(out, ignore_errors=True)
     # Files in the wheel get the time of the commit, so that it can be built again, bit by bit.
     epoch = git("log", "-1", "--format=%ct")
-    run(sys.executable, "-m", "build", "--outdir", out, cwd=source, SOURCE_DATE_EPOCH=epoch)
+    pack = (sys.executable, "-m", "build", "--no-isolation")  # with the pinned setuptools
+    run(*pack, "--outdir", out, cwd=source, SOURCE_DATE_EPOCH=epoch)
     sdist, wheel = out / f"kvboost-{version}.tar.gz", out / f"kvboost-{version}-py3-none-any.whl"
 
     say("check metadata and contents")
