@@ -32,7 +32,7 @@ PACKAGE_DATA = re.compile(r"(py\.typed|serve/static/.+|model/native/.+\.[ch]|ben
 ONLY_IN_THE_REPOSITORY = re.compile(r"(\.ci/.+|\.gitignore|\.pre-commit-config\.yaml)")
 """Tracked files that the sdist leaves out."""
 DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-MADE_BY_SETUPTOOLS = re.compile(r"(PKG-INFO|setup\.cfg|src/kvboost\.egg-info/[\w.]+)")
+MADE_BY_SETUPTOOLS = re.compile(r"(PKG-INFO|setup\.cfg|src/kvboost\.egg-info/[\w.-]+)")
 
 
 def wheel_problems(held: Iterable[str], tracked: Iterable[str], version: str) -> list[str]:

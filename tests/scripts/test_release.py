@@ -57,8 +57,8 @@ def test_a_tracked_file_that_no_rule_knows_is_named() -> None:
 
 
 def test_an_sdist_holds_every_tracked_file_but_a_few() -> None:
-    made = "kvboost-1.0.0/src/kvboost.egg-info/SOURCES.txt"
-    assert release.sdist_problems([*SDIST, made], TRACKED, "1.0.0") == []
+    made = [f"kvboost-1.0.0/src/kvboost.egg-info/{name}" for name in ("PKG-INFO", "SOURCES.txt")]
+    assert release.sdist_problems([*SDIST, *made], TRACKED, "1.0.0") == []
     without = [name for name in SDIST if not name.endswith("cache.md")]
     found = release.sdist_problems([*without, "kvboost-1.0.0/keys.txt"], TRACKED, "1.0.0")
     assert found == ["the sdist lacks docs/cache.md", "the sdist holds keys.txt"]
