@@ -149,7 +149,7 @@ def build(tag: str | None, scratch: Path) -> tuple[Path, Path]:
         raise SystemExit("\n".join(problems))
     link_the_readme(source, version)
     shutil.rmtree(out, ignore_errors=True)
-    # Files in the wheel get the time of the commit, so that it can be built again, bit by bit.
+    # Files in the wheel get the time of the commit, not of the build.
     epoch = git("log", "-1", "--format=%ct")
     pack = (sys.executable, "-m", "build", "--no-isolation")  # with the pinned setuptools
     run(*pack, "--outdir", out, cwd=source, SOURCE_DATE_EPOCH=epoch)
