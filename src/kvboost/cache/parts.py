@@ -44,6 +44,8 @@ class Place:
     sibling: ChunkKey | None = None
     """A stored chunk of the same parent that begins alike, and how many tokens both share."""
     common: int = 0
+    lag: int = 0
+    """As of its chunk."""
 
     def is_held_by(self, info: ChunkInfo, common: int) -> bool:
         """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
@@ -72,14 +74,16 @@ class Naming:
         exact_rows: int,
         repair: str = "",
         boundaries: Sequence[int] = (),
+        lag_of: Callable[[int], int] | None = None,
     ) -> Iterator[Place]:
-        """The places of a sequence, parents first. The caller sets the ``key`` of each before it
-        takes the next; without one, this ends."""
+        """The places of a sequence, parents first. ``lag_of`` gives that of a row. The caller sets
+        the ``key`` of each before it takes the next; without one, this ends."""
         path: list[ChunkKey] = []
         for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
             before = path[part.depth - 1] if part.depth else root
             parent = branch_key(before, repair) if part.branches else before
             place = Place(part, token_ids[part.start : part.end], root, before, parent)
+            place.lag = 0 if lag_of is None else lag_of(part.start)
             yield place
             if place.key is None:
                 return
@@ -112,6 +116,7 @@ class Naming:
             origin=self._origin,
             key_norm=0.0 if data is None else data.key_norm,
             signed=bool(self._secret),
+            lag=place.lag,
             has_state=data is not None and bool(states_of(data)),
         )
 

@@ -238,6 +238,7 @@ class ChunkStore:
         epoch: int | None = None,
         wait: bool = True,
         grows: bool = False,
+        lag_of: Callable[[int], int] | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -249,7 +250,8 @@ class ChunkStore:
         text is worth more than its end. Nothing is kept of a request from an earlier ``epoch``,
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
         while another request's chunks are admitted. If the text
-        still ``grows``, its last chunk is left out: a longer one would soon replace it.
+        still ``grows``, its last chunk is left out: a longer one would soon replace it. ``lag_of``
+        gives ``ChunkInfo.lag`` of a row; ``boundaries`` are then where it changes.
         """
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -257,7 +259,12 @@ class ChunkStore:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
             places = self._naming.places(
-                root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+                root,
+                token_ids,
+                exact_rows=exact_rows,
+                repair=repair,
+                boundaries=boundaries,
+                lag_of=lag_of,
             )
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)

@@ -50,6 +50,7 @@ class Keeping:
             epoch=state.epoch,
             wait=ended,
             grows=not ended and not state.is_awaited,
+            lag_of=request.images.lag_of if request.images and request.is_spatial else None,
         )
         state.new_chunks += new
         return new
