@@ -218,7 +218,7 @@ def test_the_disk_keeps_images_for_the_next_process(tmp_path: Path) -> None:
         assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
 
 
-@pytest.mark.parametrize("name", ("smolvlm", "gemma3"))
+@pytest.mark.parametrize("name", ("smolvlm", "gemma3", "qwen3_vl"))
 def test_moved_images_are_healed(name: str) -> None:
     parts = about(IMAGE, "What can be seen on this picture, please?", "A question of mine: ")
     later = about(IMAGE, "What can be seen on this picture, please?", "First, something else: ")

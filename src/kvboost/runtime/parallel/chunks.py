@@ -97,10 +97,9 @@ class ShardedPacker(Packer):
 
     def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
         assert isinstance(data, ShardedData)
-        assert not hit.turn, "a model that is split takes no images"
         base = hit.chunk.base_position
         where = base, hit.offset, hit.start, hit.end
-        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share))
+        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share, hit.turn))
         super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows) -> Pack:
