@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "research").glob("*.md")),
     ROOT / "examples" / "README.md",
 ]
 RUNNABLE = (
