@@ -27,7 +27,7 @@ PAGES = [
 ]
 RUNNABLE = (
     *("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md"),
-    *("docs/howto/rag.md", "docs/howto/context-editing.md", "docs/howto/explain.md"),
+    *("docs/howto/context-editing.md", "docs/howto/explain.md", "docs/reference.md"),
 )
 """Pages whose Python blocks run from top to bottom, in one namespace per page."""
 
