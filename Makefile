@@ -90,7 +90,6 @@ services:  ## install what tests talk to: redis-server, chromium
 format: $(READY)  ## rewrite files the way check wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/python scripts/list_modules.py
 
 peers: $(READY)  ## install the engines to compare with, each in a place of its own (minutes)
 	@$(BIN)/python scripts/setup_peers.py

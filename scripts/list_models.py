@@ -28,8 +28,8 @@ float32. [What is not supported](#not-supported-yet) comes below, with the reaso
 the tests. A test fails if the page is out of date.
 
 - **Family**: `model_type` in a model's `config.json`.
-- **Images**: prompts may have [images](howto/images.md). They are reused as text is, exactly and
-  moved, or only exactly. Of other models that see, such as `gemma4`, the text part runs.
+- **Images**: prompts may have [images](howto/images.md), which are reused as text is, exactly and
+  moved. Of other models that see, such as `gemma4`, the text part runs.
 - **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
   *From states*: it goes on from the last place before that where states are kept, see
   [Models with states](states.md).
@@ -138,9 +138,9 @@ def describe(model: Any) -> Family:
 
 def page() -> str:
     """The whole page."""
-    from kvboost.model.compat import how_images_are_reused
     from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
     from kvboost.model.unsupported import WHY_NOT
+    from kvboost.model.vision.families import FAMILIES as SEEING
 
     heads = ("Family", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
     heads += ("In vLLM", "Keys")
@@ -151,8 +151,7 @@ def page() -> str:
         exact = "from states" if family.states else exact
         adapters = "yes" if family.adapters else "–"
         marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
-        images = {"exact": "exact", "moved": "exact, moved", "": "–"}
-        marks.insert(1, images[how_images_are_reused(family.name)])
+        marks.insert(1, "yes" if family.name in SEEING else "–")
         cells = [f"`{family.name}`", exact, *marks, adapters, "yes" if in_gguf else "–"]
         rows.append(" | ".join([*cells, family.in_vllm, family.keys]))
     written = INTRODUCTION + "\n".join(f"| {row} |" for row in rows) + "\n"

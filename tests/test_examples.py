@@ -14,7 +14,7 @@ from tiny import byte_tokenizer, make_engine, tiny_model
 
 ROOT = Path(__file__).parents[1]
 RUNNER = ROOT / "examples" / "run.py"
-CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def test_every_pattern_runs_and_its_answers_match(tmp_path) -> None:
@@ -60,7 +60,7 @@ def test_the_coding_agent_computes_less_than_with_a_prefix_cache(tmp_path, capsy
     assert computed["chunk_kv_reuse"] < computed["prefix_cache"]
 
 
-def test_the_page_on_the_coding_agent_shows_its_code() -> None:
+def test_the_page_on_agents_shows_the_code_of_the_coding_agent() -> None:
     source = (ROOT / "examples" / "coding_agent.py").read_text()
-    blocks = CODE.findall((ROOT / "docs" / "howto" / "coding-agent.md").read_text())
-    assert len(blocks) == 3 and all(block in source for block in blocks)
+    blocks = CODE.findall((ROOT / "docs" / "howto" / "agents.md").read_text())
+    assert len(blocks) == 2 and all(block in source for block in blocks)

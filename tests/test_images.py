@@ -15,7 +15,15 @@ from kvboost.results import GenerationResult, SpanKind
 from kvboost.runtime import planner
 from kvboost.tokens.images import PlacedImages
 from tiny import make_engine, tiny_model
-from vision_models import about, file_of, picture, stock_inputs, vision_engine, vision_model
+from vision_models import (
+    about,
+    file_of,
+    make_vision_model,
+    picture,
+    stock_inputs,
+    vision_engine,
+    vision_model,
+)
 
 MOVING = ("smolvlm", "internvl", "gemma3")
 SPATIAL = ("qwen2_5_vl", "qwen3_vl")
@@ -129,7 +137,7 @@ def test_images_that_differ_in_one_pixel_share_no_rows(name: str) -> None:
         assert found == engine.generate(changed, 4, "baseline").token_ids
 
 
-@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_moved_image_that_is_recomputed_equals_a_full_prefill(name: str) -> None:
     how: Any = {"reuse_moved": "always"}
     with vision_engine(name) as engine:
@@ -147,7 +155,34 @@ def test_a_moved_image_that_is_recomputed_equals_a_full_prefill(name: str) -> No
         assert towers(engine) == 1, "features are kept for a while"
 
 
-@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("bits", (16, 8))
+@pytest.mark.parametrize("name", ("smolvlm", *SPATIAL))
+def test_keys_are_rotated_to_the_place_of_their_row(name: str, bits: int, tmp_path: Path) -> None:
+    """In a model of one layer, keys and values depend on a row and its place alone: moved rows are
+    right as they are. An image, and text after it, move behind another image and before it."""
+    model = make_vision_model(name, num_hidden_layers=1)
+    long = "The colours are those of autumn, as painters like them best."
+    source = about(IMAGE, long, "Look at this picture: ")
+    other = about(picture(4, 30, 80), "And a second picture, which is taller: ", "First: ")
+    targets: list[Any] = [
+        [{"role": "user", "content": [*other[0]["content"], *source[0]["content"][1:]]}],
+        about(IMAGE, long, "Something else before: "),
+        [{"role": "user", "content": f"Without any picture: {long}"}],
+        [{"role": "user", "content": [*source[0]["content"][2:], *other[0]["content"]]}],
+    ]
+    how: Any = {"reuse_moved": "always", "recompute_strategy": "none"}
+    with vision_engine(name, model, kv_cache_bits=bits, disk_cache_dir=tmp_path) as engine:
+        expected = [logits_of(engine, one) for one in targets]
+        engine.warm(source)
+    with vision_engine(name, model, kv_cache_bits=bits, disk_cache_dir=tmp_path) as engine:
+        for target, logits in zip(targets, expected, strict=True):
+            score = engine.score(target, FOLLOW, **how)
+            moved = [span for span in score.reuse.spans if span.kind is SpanKind.MOVED]
+            assert sum(span.num_tokens for span in moved) >= len(long) - 16
+            assert (score.logits - logits).abs().max() < (1e-3 if bits == 16 else 0.05)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_repair_in_slices_equals_a_full_prefill(name: str) -> None:
     text = about(IMAGE, "Now tell me what can be seen on this picture, and what not.")
     later = about(IMAGE, text[0]["content"][1]["text"], "Please: ")
@@ -183,7 +218,7 @@ def test_the_disk_keeps_images_for_the_next_process(tmp_path: Path) -> None:
         assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
 
 
-@pytest.mark.parametrize("name", ("smolvlm", "gemma3"))
+@pytest.mark.parametrize("name", ("smolvlm", "gemma3", "qwen3_vl"))
 def test_moved_images_are_healed(name: str) -> None:
     parts = about(IMAGE, "What can be seen on this picture, please?", "A question of mine: ")
     later = about(IMAGE, "What can be seen on this picture, please?", "First, something else: ")

@@ -70,11 +70,11 @@ def vision_model(name: str) -> PreTrainedModel:
     return make_vision_model(name)
 
 
-def make_vision_model(name: str) -> PreTrainedModel:
-    """A random model, the same one every time."""
+def make_vision_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model, the same one every time. ``changes``: of its text part."""
     torch.manual_seed(0)
     kinds, context = transformers, 2 * CONTEXT
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": context}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": context, **changes}
     if name in ("smolvlm", "idefics3"):
         kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[name]
         tower = getattr(kinds, f"{kind}VisionConfig")(**_VISION, image_size=SIDE, patch_size=PATCH)
@@ -169,11 +169,11 @@ def image_processor(name: str) -> Any:
     return kinds.Gemma3ImageProcessorPil(size=size)
 
 
-def vision_engine(name: str, **config: Any) -> KVBoost:
+def vision_engine(name: str, model: PreTrainedModel | None = None, **config: Any) -> KVBoost:
     """An engine without drafts over a tiny model that sees."""
     options = {"chunk_size": 16, "speculate": "off", **config}
     return KVBoost.from_model(
-        vision_model(name),
+        model or vision_model(name),
         vision_tokenizer(name),
         image_processor=image_processor(name),
         config=EngineConfig(**options),

@@ -57,7 +57,6 @@ from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
 from kvboost.structured.library import missing
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
@@ -160,9 +159,8 @@ class KVBoost(TextCache):
         config: EngineConfig | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """Takes a transformers model and tokenizer that are already in memory. ``options`` are
-        those of the engine, see :meth:`from_pretrained`; they override those of ``config``.
-        ``image_processor``, transformers' own, lets a model that sees read images.
+        """Takes a transformers model and tokenizer, and its ``image_processor`` if it is to see.
+        ``options`` are those of :meth:`from_pretrained`; they override those of ``config``.
 
         Until :meth:`close`, KVBoost replaces the model's attention, and its weights must not
         change; switching between named adapters is fine."""
@@ -281,8 +279,7 @@ class KVBoost(TextCache):
         use = tool_use(tools, tool_choice)
         said = Conversation(messages, use.offered, template_options or {})
         said, applied = edit_context(said, context_management, lambda one: len(self.encode(one)))
-        read = self.read(said)
-        ids = read.token_ids.tolist()
+        ids = (read := self.read(said)).token_ids.tolist()
         prepared: Any = self.answer_options(ids, use, options)
         state = self._requests.begin(read, max_new_tokens, mode, prepared, clock)
         result = replace(_whole(self._stream(state)), applied_edits=applied)
@@ -319,7 +316,7 @@ class KVBoost(TextCache):
     def answer_to(
         self,
         listen: Callable[[RequestState], AnswerListener],
-        prompt: Sequence[int] | TokenIds | ReadPrompt,
+        prompt: Prompt | TokenIds,
         max_new_tokens: int,
         mode: GenerationMode | str,
         *,

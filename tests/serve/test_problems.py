@@ -98,7 +98,7 @@ def test_the_field_is_named_though_a_branch_has_the_name_of_another(model, body,
         (
             MessagesRequest,
             {**chat({"type": "poem"}), "max_tokens": 1},
-            f"{PART}: must be a block of one of the types text, document, search_result, thinking",
+            f"{PART}: must be a block of one of the types text, document, search_result, image",
         ),
         (ChatRequest, {**chat(TEXT), "kvboost": {"session_ttl": 5}}, "session_ttl goes with"),
         (

@@ -50,6 +50,9 @@ class ChunkInfo:
     """The mean norm of its keys, 0 if not measured. Keys of small norm are attended to more."""
     signed: bool = False
     """Whether it is signed with a secret. Without the secret it cannot be checked, nor used."""
+    lag: int = 0
+    """By how much the places that its keys are rotated to are less than its positions: after an
+    image, models with M-RoPE go on at an earlier place. One number for all of its rows."""
     has_state: bool = False
     """Whether its data says what layers without rows hold after its last token: a prompt can go on
     from there. Of models without such layers, none has."""

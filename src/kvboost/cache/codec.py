@@ -60,7 +60,7 @@ _FIELDS = frozenset(
     (
         *("format", "key", "parent", "before", "root", "model", "model_name", "tokens"),
         *("position", "lineage", "bits", "nbytes", "key_norm", "signature", "checksum"),
-        "state",
+        *("lag", "state"),
     )
 )
 
@@ -186,6 +186,7 @@ def info(
             origin=Origin(_name(metadata["model"]), _name(metadata["model_name"])),
             key_norm=float(metadata["key_norm"]),
             signed=signed,
+            lag=_number(metadata.get("lag", "0"), MOST_POSITIONS),
             has_state=_flag(metadata.get("state")),
         )
         naming = b"" if secret is None else secret.naming
@@ -279,6 +280,7 @@ def _metadata(info: ChunkInfo, format: str) -> dict[str, str]:
         "bits": str(info.bits),
         "nbytes": str(info.nbytes),
         "key_norm": repr(info.key_norm),
+        **({"lag": str(info.lag)} if info.lag else {}),
         **({"state": "1"} if info.has_state else {}),
     }
 

@@ -47,6 +47,8 @@ class Place:
     common: int = 0
     state: bool | None = None
     """Whether states are to be stored with it; None for a model without such."""
+    lag: int = 0
+    """As of its chunk."""
 
     def is_held_by(self, info: ChunkInfo, common: int) -> bool:
         """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
@@ -87,16 +89,18 @@ class Naming:
         repair: str = "",
         boundaries: Sequence[int] = (),
         states: KnownStates | None = None,
+        lag_of: Callable[[int], int] | None = None,
     ) -> Iterator[Place]:
         """The places of a sequence, parents first. The caller sets the ``key`` of each before it
         takes the next; without one, this ends. ``states``: where they are known, of a model that
-        has some."""
+        has some. ``lag_of`` gives the lag of a row."""
         path: list[ChunkKey] = []
         for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
             before = path[part.depth - 1] if part.depth else root
             parent = branch_key(before, repair) if part.branches else before
             place = Place(part, token_ids[part.start : part.end], root, before, parent)
             place.state = None if states is None else part.end in states.rows
+            place.lag = 0 if lag_of is None else lag_of(part.start)
             yield place
             if place.key is None:
                 return
@@ -131,6 +135,7 @@ class Naming:
             origin=self._origin,
             key_norm=0.0 if data is None else data.key_norm,
             signed=bool(self._secret),
+            lag=place.lag,
             has_state=data is not None and bool(states_of(data)),
         )
 

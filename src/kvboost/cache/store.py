@@ -244,6 +244,7 @@ class ChunkStore:
         wait: bool = True,
         grows: bool = False,
         states: KnownStates | None = None,
+        lag_of: Callable[[int], int] | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -257,7 +258,8 @@ class ChunkStore:
         while another request's chunks are admitted. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
         ``states``: where they are known, of a model that has some. What earlier turns of the same
-        conversation have left is dropped.
+        conversation have left is dropped. ``lag_of`` gives ``ChunkInfo.lag`` of a row;
+        ``boundaries`` are then where it changes.
         """
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -271,6 +273,7 @@ class ChunkStore:
                 repair=repair,
                 boundaries=boundaries,
                 states=states,
+                lag_of=lag_of,
             )
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)

@@ -138,7 +138,8 @@ class EngineConfig:
     speculate: str | int = "auto"
     """``"auto"`` drafts the next tokens from the text that was read and checks them in one forward,
     where that is expected to be faster; a number is the most tokens of a draft, by default 16;
-    ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
+    ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts only for a request
+    that runs alone."""
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
     weights: str = "auto"

@@ -219,26 +219,14 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     return Support(model_type, architecture, min(limits, default=None), switches)
 
 
-IMAGES = {
-    "moved": ", and so are images",
-    "exact": "; it reads images, and prompts with images are reused exactly",
-    "": "",
-}
-
-
-def how_images_are_reused(model_type: str) -> str:
-    """``"exact"`` or ``"moved"``; empty if KVBoost reads no images for this model type."""
-    family = FAMILIES.get(model_type)
-    return "" if family is None else "moved" if family.grid is None else "exact"
-
-
 def what_is_reused(model_type: str) -> str:
     """What of a model type's text is reused, in words; why not, if nothing is."""
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
     if architecture.why_exact_only is None:
-        return f"exact and moved text is reused{IMAGES[how_images_are_reused(model_type)]}"
+        images = ", and so are images" if model_type in FAMILIES else ""
+        return f"exact and moved text is reused{images}"
     if architecture.states:
         return (
             f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"

@@ -35,7 +35,7 @@ def place(
     """Copies the rows of a hit from its chunk's ``data`` into ``kv``. With a ``share``, they are
     mixed with the rows that are there, which have the rest."""
     rows = range(hit.start, hit.end)
-    place_rows(data, hit.chunk.base_position, hit.offset, rows, kv, packer, share)
+    place_rows(data, hit.chunk.base_position, hit.offset, rows, kv, packer, share, hit.turn)
 
 
 def place_rows(
@@ -46,12 +46,13 @@ def place_rows(
     kv: KVRows,
     packer: Quantizer,
     share: float | None = None,
+    turn: int = 0,
 ) -> None:
     """As :func:`place`: the rows of ``data``, a chunk from position ``base`` on, that begin at
-    ``offset``."""
+    ``offset``. Their keys are rotated ``turn`` positions further than the rows are moved."""
     there = None if share is None else kv.rows(where.start, where.stop).clone()
     with kv.filling(where.start, where.stop) as rows:
-        packer.place(data, base, offset, where.start, rows)
+        packer.place(data, base, offset, where.start + turn, rows)
         if there is not None and share is not None:
             rows.lerp_(there, 1 - share)
 

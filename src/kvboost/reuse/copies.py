@@ -43,7 +43,7 @@ def further_copies(
 
 def _name(hit: Hit) -> tuple[str, int]:
     """The same for hits that take the same rows of a chunk to the same place."""
-    return hit.chunk.key, hit.distance
+    return hit.chunk.key, hit.rotated_by
 
 
 def _alike(count: bytearray, start: int, end: int) -> list[tuple[int, int, int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kvboost.cache.store import ChunkStore
 from kvboost.errors import AdapterError, UnknownAdapterError
@@ -19,10 +19,8 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds
 MOST_ROOTS = 1024
 """Roots that are remembered of one adapter before those that hold nothing are left out."""
 
-
-class RootOf(Protocol):
-    def __call__(self, salt: str, adapter: str, /, *, spatial: bool = False) -> ChunkKey:
-        """The root key for a salt and the digest of an adapter: ``Runtime.root``."""
+RootOf = Callable[[str, str], ChunkKey]
+"""The root key for a salt and the digest of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +105,13 @@ class Adapters:
         with self._lock:
             return any(one.adapter.digest == adapter.digest for one in self._loaded.values())
 
-    def root(self, salt: str, applied: AppliedAdapter | None, *, spatial: bool = False) -> ChunkKey:
+    def root(self, salt: str, applied: AppliedAdapter | None) -> ChunkKey:
         """The root of what a request with this salt and adapter may share. Only base rows are
-        cached of a request with an activated adapter. ``spatial``: see ``Runtime.root``."""
+        cached of a request with an activated adapter."""
         if applied is None or applied.is_activated:
-            return self._root_of(salt, "", spatial=spatial)
+            return self._root_of(salt, "")
         digest = applied.adapter.digest
-        root = self._root_of(salt, digest, spatial=spatial)
+        root = self._root_of(salt, digest)
         with self._lock:
             roots = self._roots.setdefault(digest, set())
             if root not in roots and len(roots) >= MOST_ROOTS:
@@ -125,8 +123,7 @@ class Adapters:
         """The roots of a salt: with no adapter, and with each that this engine has ever had."""
         with self._lock:
             digests = ["", *self._roots]
-        kinds = (False, True)
-        return [self._root_of(salt, one, spatial=kind) for one in digests for kind in kinds]
+        return [self._root_of(salt, digest) for digest in digests]
 
     def _get(self, name: str) -> _Loaded:
         with self._lock:

@@ -38,6 +38,7 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.sight import Sight
 from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
+from kvboost.tokens.hashing import as_token_ids
 
 DESCRIBED_ROWS = 128
 """Rows whose logits are held at a time, if the prompt's tokens are described too."""
@@ -398,11 +399,13 @@ class Generation:
     def _compute(self, positions: range, num_logits: int) -> Computing[torch.Tensor]:
         """Runs the tokens of the prompt, and perhaps of the answer, at ``positions``."""
         self._kv.prepare(positions.start, positions.stop)
-        ids = np.concatenate([self._sight.token_ids, self._state.token_ids]).astype(np.int64)
+        ids = self._sight.token_ids
+        if positions.stop > len(ids):
+            ids = as_token_ids(np.concatenate([ids, self._state.token_ids]))
         images = yield from self._sight.rows(positions)
         logits = yield Segment(
             self._kv,
-            torch.from_numpy(ids[positions.start : positions.stop]),
+            torch.from_numpy(ids[positions.start : positions.stop].astype(np.int64)),
             positions,
             num_logits,
             as_stock=self._as_stock,

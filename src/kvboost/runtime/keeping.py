@@ -60,6 +60,7 @@ class Keeping:
             wait=ended,
             grows=not ended and not state.is_awaited and kv.states is None,
             states=states,
+            lag_of=request.images.lag_of if request.images and request.is_spatial else None,
         )
         state.new_chunks += new
         return new

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 
-from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
 from kvboost.model.compat import Support
@@ -86,7 +87,9 @@ class Planner:
             pin=pin,
             ask_remote=ask_remote,
         ) as known:
-            yield known if request.images is None else _within(known, request.images)
+            if request.images is not None:
+                known = _within(known, request.images)
+            yield _turned(known, request.images)
 
     def plan(
         self,
@@ -121,10 +124,6 @@ class Planner:
                 f"{known.matched:,} tokens are known, and states after {plan.num_known:,} of them: "
                 "this model goes on from there"
             )
-        if request.mode is GenerationMode.CHUNK_KV_REUSE and request.is_spatial:
-            notes.append(
-                "this model places rows after an image by its size: only exact hits are reused"
-            )
         if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
             notes.append(
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
@@ -151,7 +150,7 @@ class Planner:
             return "model"
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return "mode"
-        return "" if self._moves and not request.is_spatial else "model"
+        return "" if self._moves else "model"
 
     def _cacheable(self, request: Request) -> int:
         """How many of the first rows the cache may serve."""
@@ -187,6 +186,26 @@ def _within(known: KnownRows, images: PlacedImages) -> KnownRows:
         if start < stop:
             moved.append(run.clip(start, stop))
     return KnownRows(exact, approximate, tuple(moved))
+
+
+def _turned(known: KnownRows, images: PlacedImages | None) -> KnownRows:
+    """``known`` with how much further moved keys are rotated than their rows are moved."""
+    lag_of = images.lag_of if images is not None and images.is_spatial else _no_lag
+    hits = [hit for run in known.moved for hit in run.hits]
+    if lag_of is _no_lag and not any(hit.chunk.lag for hit in hits):
+        return known
+    moved = (
+        MovedRun(
+            tuple(hit._replace(turn=hit.chunk.lag - lag_of(hit.start)) for hit in run.hits),
+            run.resemblance,
+        )
+        for run in known.moved
+    )
+    return replace(known, moved=tuple(moved))
+
+
+def _no_lag(row: int) -> int:
+    return 0
 
 
 def _until(hits: tuple[Hit, ...], end: int) -> tuple[Hit, ...]:

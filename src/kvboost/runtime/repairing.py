@@ -9,13 +9,24 @@ import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Segment
-from kvboost.reuse.driver import Part, repair_rows
+from kvboost.reuse.driver import Part, ShiftedRows, repair_rows
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import MovedText, Probe
+from kvboost.reuse.shift import Positions, Spans
 from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.sight import Sight
+
+
+class _Unshifted:
+    """Rows that are not shifted: the shift takes their numbers for what keys are rotated by."""
+
+    def shift(self, positions: Positions, spans: Spans) -> None:
+        return None
+
+
+UNSHIFTED = _Unshifted()
 
 
 class Repairing:
@@ -41,7 +52,8 @@ class Repairing:
         moved = MovedText(plan, live_end, self._kv.shape.num_layers)
         slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
         whole = self._sight.whole
-        steps = repair_rows(moved, self._repair, self._rows, slice_rows, together=whole)
+        rows: ShiftedRows = UNSHIFTED if state.request.is_spatial else self._rows
+        steps = repair_rows(moved, self._repair, rows, slice_rows, together=whole)
         given: torch.Tensor | None = None
         while True:
             try:

@@ -141,6 +141,8 @@ class Requests:
         longest = self._runtime.model.context_length
         if longest is not None and len(token_ids) >= longest:
             raise ContextLengthError(len(token_ids), longest)
+        if images is not None and images.is_spatial:
+            boundaries = (*boundaries, *images.edges)
         config = self._settings.config
         return make_request(
             token_ids,

@@ -34,7 +34,6 @@ from kvboost.runtime.speculation.speculation import Speculation
 from kvboost.runtime.totals import Totals
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
-from kvboost.tokens.images import is_image_row
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
@@ -89,25 +88,17 @@ class Runtime:
         self.totals = Totals(config.chunk_size)
         self.idle_work = IdleQueue()
 
-    def root(self, salt: str, adapter: str = "", *, spatial: bool = False) -> ChunkKey:
+    def root(self, salt: str, adapter: str = "") -> ChunkKey:
         """The root of the prefix tree for this model, its adapters, the precision of stored KV
-        and ``salt``. ``adapter``: the digest of the one that a request names. ``spatial``: for
-        prompts whose rows have places that are not their numbers, which no chunk tells."""
+        and ``salt``. ``adapter``: the digest of the one that a request names."""
         bits = self._config.kv_cache_bits
         identity = f"{self.model.fingerprint} {self.model.active_adapters} {bits}"
         identity += f" adapter {adapter}" if adapter else ""
-        identity += " spatial" if spatial else ""
         return root_key(identity, salt, secret=self._naming)
-
-    def is_spatial(self, token_ids: TokenIds) -> bool:
-        """Whether the rows of a prompt with images have places that are not their numbers."""
-        vision = self.model.vision
-        places = not isinstance(vision, str) and vision.reader.family.grid is not None
-        return places and bool(is_image_row(token_ids).any())
 
     def root_of(self, request: Request) -> ChunkKey:
         """The root of the prefix tree that a request uses."""
-        return self.adapters.root(request.salt, request.adapter, spatial=request.is_spatial)
+        return self.adapters.root(request.salt, request.adapter)
 
     def answer_limit(self, request: Request) -> int:
         """How many tokens may be generated: ``max_new_tokens``, or what the context still holds."""

@@ -300,8 +300,7 @@ class TextCache:
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
         """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
         read, _ = self._read_one(text, header)
-        ids = read.token_ids
-        return self.drop_pin(pin_name(self._root(cache_salt, ids), ids))
+        return self.drop_pin(pin_name(self._runtime.root(cache_salt), read.token_ids))
 
     def pin_cached(
         self,
@@ -325,8 +324,7 @@ class TextCache:
         _check_ttl(ttl)
         ids = self._prompts.read(prompt)
         adapters = self._runtime.adapters
-        applied, spatial = adapters.applied(adapter, ids), self._runtime.is_spatial(ids)
-        root = adapters.root(cache_salt, applied, spatial=spatial)
+        root = adapters.root(cache_salt, adapters.applied(adapter, ids))
         repair = self._settings.repair.name
         return self._runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
 
@@ -466,11 +464,8 @@ class TextCache:
                 pass
         return stream.new_chunks
 
-    def _root(self, salt: str, token_ids: TokenIds) -> ChunkKey:
-        return self._runtime.root(salt, spatial=self._runtime.is_spatial(token_ids))
-
     def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
-        root = self._root(salt, token_ids)
+        root = self._runtime.root(salt)
         name = pin_name(root, token_ids)
         pin = self._runtime.store.pin(name, root, token_ids, ttl=ttl)
         if pin.tokens < len(token_ids):

@@ -115,6 +115,18 @@ class PlacedImages:
         inside = np.minimum(rows, len(self.token_ids))
         return known[:, inside] + np.maximum(after, 0)
 
+    def lag_of(self, row: int) -> int:
+        """By how much the place of a row is less than its number. Within an image, that of its
+        first row counts: the others are placed relative to it."""
+        inside = (one.start for one in self.placed if one.start < row < one.end)
+        row = next(inside, row)
+        return row - int(self.places(np.array([row]))[0, 0])
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where images begin and end. There the lag may change, so no chunk crosses one."""
+        return tuple(edge for image in self.placed for edge in (image.start, image.end))
+
     @cached_property
     def _places(self) -> npt.NDArray[np.int64]:
         """The same for all rows of the prompt and the first one after it."""

@@ -249,7 +249,7 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
 
 
 def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]) -> str:
-    """The table in Markdown, as in docs/reuse-experiments.md; a second one of long answers."""
+    """The table in Markdown; a second one of long answers."""
     long = [one for one in summaries if one.long is not None]
     short = [one for one in summaries if one.long is None]
     tables = ((short, _F1_HEADINGS), (long, _LIKENESS_HEADINGS))

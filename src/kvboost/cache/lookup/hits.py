@@ -19,6 +19,8 @@ class Hit(NamedTuple):
     num_tokens: int
     offset: int = 0
     tier: str = "ram"
+    turn: int = 0
+    """How much further its keys are rotated than its rows are moved: see ``ChunkInfo.lag``."""
 
     @property
     def end(self) -> int:
@@ -33,6 +35,11 @@ class Hit(NamedTuple):
     def distance(self) -> int:
         """How far these rows are moved."""
         return self.start - (self.chunk.base_position + self.offset)
+
+    @property
+    def rotated_by(self) -> int:
+        """By how many positions its keys are rotated."""
+        return self.distance + self.turn
 
     def clip(self, start: int, end: int) -> Hit:
         """The part that serves rows ``[start, end)``."""

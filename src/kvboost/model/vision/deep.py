@@ -25,6 +25,7 @@ class DeepFeatures:
     def added(self, rows: torch.Tensor | None, features: Sequence[torch.Tensor]) -> Iterator[None]:
         """Adds ``features``, ``[rows, width]`` for each of the first layers, to ``rows`` of the
         forward that runs until the context exits; None adds nothing."""
+        features = features[: len(self._layers)]
         for number in range(self._hooked, len(features)):
             self._layers[number].register_forward_hook(partial(self._add, number))
         self._hooked = max(self._hooked, len(features))

@@ -84,10 +84,10 @@ class GpuKernels:
     def place_rows(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
         """Writes the rows of hits into pages, their keys rotated, in all layers at once, group by
         group. With a share, a group is mixed with what is in place."""
-        distances = sorted({hit.distance for stored, _ in groups for hit, _ in stored})
+        distances = sorted({hit.rotated_by for stored, _ in groups for hit, _ in stored})
         number = {distance: number for number, distance in enumerate(distances)}
         spans = [
-            [self._span(hit, data, number[hit.distance]) for hit, data in stored]
+            [self._span(hit, data, number[hit.rotated_by]) for hit, data in stored]
             for stored, _ in groups
         ]
         rotation = self._rotation

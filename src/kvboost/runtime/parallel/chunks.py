@@ -99,7 +99,7 @@ class ShardedPacker(Packer):
         assert isinstance(data, ShardedData)
         base = hit.chunk.base_position
         where = base, hit.offset, hit.start, hit.end
-        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share))
+        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share, hit.turn))
         super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows) -> Pack:

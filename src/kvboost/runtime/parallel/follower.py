@@ -114,7 +114,8 @@ class Follower:
     def _(self, message: messages.Place) -> None:
         data, kv = self._parts[message.part], self._kvs[message.kv]
         where = range(message.start, message.end)
-        place_rows(data, message.base, message.offset, where, kv, self._quantizer, message.share)
+        how = self._quantizer, message.share, message.turn
+        place_rows(data, message.base, message.offset, where, kv, *how)
 
     @do.register
     def _(self, message: messages.PackRows) -> Packed:

@@ -103,6 +103,8 @@ class Place(Message):
     start: int
     end: int
     share: float | None
+    turn: int = 0
+    """How much further keys are rotated than the rows are moved."""
 
 
 @dataclass(frozen=True)
