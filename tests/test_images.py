@@ -12,7 +12,7 @@ from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
-from kvboost.runtime import planner
+from kvboost.runtime import generation, planner
 from kvboost.tokens.images import PlacedImages
 from tiny import make_engine, tiny_model
 from vision_models import (
@@ -216,6 +216,43 @@ def test_the_disk_keeps_images_for_the_next_process(tmp_path: Path) -> None:
         answer = engine.generate(QUESTION, 4)
         assert answer.token_ids == expected
         assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
+
+
+def test_described_prompts_do_not_cut_images_that_see_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with vision_engine("gemma3") as engine:
+        expected = engine.generate(QUESTION, 4, prompt_logprobs=0)
+        rows = image_rows(engine, QUESTION)
+    monkeypatch.setattr(generation, "DESCRIBED_ROWS", rows.start + 3)
+    with vision_engine("gemma3") as engine:  # with a KV that holds no earlier rows
+        found = engine.generate(QUESTION, 4, prompt_logprobs=0)
+    assert found.token_ids == expected.token_ids
+    assert found.prompt_logprobs is not None and expected.prompt_logprobs is not None
+    for one, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ("smolvlm", *SPATIAL))
+def test_another_machine_finds_images_in_a_remote_store(name: str, tmp_path: Path) -> None:
+    """A folder has no index: chunks are asked for by keys, so they must be cut alike."""
+    how: Any = {"remote_cache_url": f"file://{tmp_path}", "remote_cache_bytes": "1GiB"}
+    with vision_engine(name, **how) as engine:
+        engine.warm(QUESTION)
+    with vision_engine(name, **how) as engine:
+        answer = engine.generate(QUESTION, 4)
+        assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
+        assert answer.token_ids == engine.generate(QUESTION, 4, "baseline").token_ids
+
+
+def test_images_cannot_be_embedded_or_scored() -> None:
+    with vision_engine("smolvlm") as engine:
+        row = engine.encode(QUESTION)[image_rows(engine, QUESTION).start]
+        given: Any = [QUESTION]
+        with pytest.raises(ImageError, match="in what has to be text"):
+            engine.embed(given)
+        with pytest.raises(ImageError, match="in what has to be text"):
+            engine.score("Hello.", [65, row])
 
 
 @pytest.mark.parametrize("name", ("smolvlm", "gemma3", "qwen3_vl"))
