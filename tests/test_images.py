@@ -12,7 +12,7 @@ from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
-from kvboost.runtime import generation, planner
+from kvboost.runtime import generation, idle_work, planner
 from kvboost.tokens.images import PlacedImages
 from tiny import make_engine, tiny_model
 from vision_models import (
@@ -269,6 +269,28 @@ def test_moved_images_are_healed(name: str) -> None:
         assert end_of_exact(again) > 0 and not any(
             span.kind in (SpanKind.MOVED, SpanKind.APPROXIMATE) for span in again.reuse.spans
         )
+
+
+def test_files_of_images_that_wait_to_be_healed_have_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = [
+        (IMAGE, "What can be seen on this picture, please?"),
+        (picture(2), "Tell me how many boxes there are, and how large they look to you."),
+    ]
+    with vision_engine("smolvlm", recompute_ratio=0.1, reuse_moved="always") as engine:
+        for pair in pairs:
+            engine.generate(about(*pair, "A question of mine: "), 1)
+        monkeypatch.setattr(idle_work, "MOST_IMAGE_BYTES", 1)
+        first, second = (
+            engine.generate(about(*pair, f"{number}, something else: "), 1)
+            for number, pair in enumerate(pairs)
+        )
+        assert first.healing is not None and second.healing is not None
+        assert [first.healing.status, second.healing.status] == ["dropped", "waiting"]
+        assert engine._runtime.idle_work._conversations.num_bytes > 0
+        engine.heal()
+        assert engine._runtime.idle_work._conversations.num_bytes == 0
 
 
 @pytest.mark.parametrize("chunking", ("semantic", "document"))
