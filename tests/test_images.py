@@ -12,7 +12,7 @@ from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
-from kvboost.runtime import planner
+from kvboost.runtime import generation, idle_work, planner
 from kvboost.tokens.images import PlacedImages
 from tiny import make_engine, tiny_model
 from vision_models import (
@@ -218,6 +218,43 @@ def test_the_disk_keeps_images_for_the_next_process(tmp_path: Path) -> None:
         assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
 
 
+def test_described_prompts_do_not_cut_images_that_see_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with vision_engine("gemma3") as engine:
+        expected = engine.generate(QUESTION, 4, prompt_logprobs=0)
+        rows = image_rows(engine, QUESTION)
+    monkeypatch.setattr(generation, "DESCRIBED_ROWS", rows.start + 3)
+    with vision_engine("gemma3") as engine:  # with a KV that holds no earlier rows
+        found = engine.generate(QUESTION, 4, prompt_logprobs=0)
+    assert found.token_ids == expected.token_ids
+    assert found.prompt_logprobs is not None and expected.prompt_logprobs is not None
+    for one, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ("smolvlm", *SPATIAL))
+def test_another_machine_finds_images_in_a_remote_store(name: str, tmp_path: Path) -> None:
+    """A folder has no index: chunks are asked for by keys, so they must be cut alike."""
+    how: Any = {"remote_cache_url": f"file://{tmp_path}", "remote_cache_bytes": "1GiB"}
+    with vision_engine(name, **how) as engine:
+        engine.warm(QUESTION)
+    with vision_engine(name, **how) as engine:
+        answer = engine.generate(QUESTION, 4)
+        assert end_of_exact(answer) >= image_rows(engine, QUESTION).stop and towers(engine) == 0
+        assert answer.token_ids == engine.generate(QUESTION, 4, "baseline").token_ids
+
+
+def test_images_cannot_be_embedded_or_scored() -> None:
+    with vision_engine("smolvlm") as engine:
+        row = engine.encode(QUESTION)[image_rows(engine, QUESTION).start]
+        given: Any = [QUESTION]
+        with pytest.raises(ImageError, match="in what has to be text"):
+            engine.embed(given)
+        with pytest.raises(ImageError, match="in what has to be text"):
+            engine.score("Hello.", [65, row])
+
+
 @pytest.mark.parametrize("name", ("smolvlm", "gemma3", "qwen3_vl"))
 def test_moved_images_are_healed(name: str) -> None:
     parts = about(IMAGE, "What can be seen on this picture, please?", "A question of mine: ")
@@ -232,6 +269,28 @@ def test_moved_images_are_healed(name: str) -> None:
         assert end_of_exact(again) > 0 and not any(
             span.kind in (SpanKind.MOVED, SpanKind.APPROXIMATE) for span in again.reuse.spans
         )
+
+
+def test_files_of_images_that_wait_to_be_healed_have_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = [
+        (IMAGE, "What can be seen on this picture, please?"),
+        (picture(2), "Tell me how many boxes there are, and how large they look to you."),
+    ]
+    with vision_engine("smolvlm", recompute_ratio=0.1, reuse_moved="always") as engine:
+        for pair in pairs:
+            engine.generate(about(*pair, "A question of mine: "), 1)
+        monkeypatch.setattr(idle_work, "MOST_IMAGE_BYTES", 1)
+        first, second = (
+            engine.generate(about(*pair, f"{number}, something else: "), 1)
+            for number, pair in enumerate(pairs)
+        )
+        assert first.healing is not None and second.healing is not None
+        assert [first.healing.status, second.healing.status] == ["dropped", "waiting"]
+        assert engine._runtime.idle_work._conversations.num_bytes > 0
+        engine.heal()
+        assert engine._runtime.idle_work._conversations.num_bytes == 0
 
 
 @pytest.mark.parametrize("chunking", ("semantic", "document"))

@@ -393,7 +393,7 @@ class KVBoost(TextCache):
         clock = Clock()
         if isinstance(continuation, str):
             raise PromptError("continuation is token ids, such as a result's token_ids")
-        follow = self._prompts.read(continuation)
+        follow = self._prompts.read_text(continuation)
         read = self._prompts.read_whole(prompt)
         ids = as_token_ids(np.concatenate([read.token_ids, follow[:-1]]))
         request = self._requests.plain(replace(read, token_ids=ids), mode, options)
@@ -409,7 +409,7 @@ class KVBoost(TextCache):
         self._lifetime.check()
         if isinstance(texts, str):
             raise PromptError("embed() takes several texts; give one in a list")
-        return self.embedder.embed([self.encode(text) for text in texts])
+        return self.embedder.embed([self._prompts.read_text(text).tolist() for text in texts])
 
     @property
     def embedder(self) -> LoadedModelEmbedder:

@@ -41,3 +41,20 @@ def test_calls_and_results_become_text() -> None:
         },
         {"role": "assistant", "content": "Both."},
     ]
+
+
+def test_parts_stay_parts() -> None:
+    image = {"type": "image", "image": b""}
+    said = {"type": "text", "text": "Rain?"}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": [image, said]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "yes"}], "tool_call_id": "1"},
+        {"role": "assistant", "content": [said], "tool_calls": [CALL]},
+    ]
+    first, second, third, fourth, fifth = with_tools_as_text(messages, [TOOL])
+    assert first["content"].startswith("Be kind.\n\n# Tools")
+    assert second == {"role": "user", "content": [image, said]}
+    assert fourth["content"] == "<tool_response>\nyes\n</tool_response>"
+    assert fifth["content"] == [said, {"type": "text", "text": third["content"]}]

@@ -235,3 +235,16 @@ def test_a_tokenizer_with_a_way_of_its_own_is_asked() -> None:
     hf = deepcopy(tokenizer_with(None))
     hf.__class__ = Own
     assert ModelTokenizer(hf).encode("ab") == hf("AB").input_ids == ModelTokenizer(hf).encode("AB")
+
+
+def test_tools_become_parts_where_a_template_shows_nothing_else() -> None:
+    hf = deepcopy(tokenizer_with(None))
+    hf.chat_template = (  # as that of SmolVLM: it knows no tools either
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "weather"}}
+    for content in ("Rain?", [{"type": "text", "text": "Rain?"}]):
+        said = [{"role": "user", "content": content}]
+        shown = ModelTokenizer(hf).render_chat(said, tools=[tool])
+        assert "# Tools" in shown and '"name": "weather"' in shown and "user:Rain?" in shown

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvboost.reuse.driver import _stop
+from kvboost.runtime.generation import Generation
 from kvboost.runtime.sight import Sight
 from vision_models import about, picture, vision_engine
 
@@ -46,6 +47,20 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
         found = {1 + 3 * int(row): one for row, one in zip(some.rows, some.features, strict=True)}
         assert found and all(torch.equal(one, expected[row]) for row, one in found.items())
         assert rows(range(3)) is None and rows(range(total, total + 2)) is None
+
+
+def test_an_answer_holds_no_features() -> None:
+    with vision_engine("smolvlm") as engine:
+        state = engine._requests.begin(about(picture(), "What?"), 9, "baseline", {})
+        generation = Generation(engine._runtime, state)
+        steps = generation.steps()
+        segment, held = next(steps), 0
+        while segment is None or segment.first == 0:
+            held = max(held, len(generation._sight._features))
+            given = None if segment is None else engine._model.forward.run_one(segment)
+            segment = steps.send(given)
+        assert held == 1 and not generation._sight._features
+        steps.close()
 
 
 def test_parts_of_a_repair_do_not_end_inside_an_interval() -> None:

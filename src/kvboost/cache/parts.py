@@ -106,11 +106,21 @@ class Naming:
                 return
             path[part.depth :] = [place.key]
 
-    def exact_chunks(self, root: ChunkKey, token_ids: TokenIds) -> Iterator[ChunkInfo]:
-        """The exact chunks of ``token_ids``, as any machine would store them."""
+    def exact_chunks(
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        edges: Sequence[int] = (),
+        lag_of: Callable[[int], int] | None = None,
+    ) -> Iterator[ChunkInfo]:
+        """The exact chunks of ``token_ids``, as any machine would store them. ``lag_of`` gives the
+        lag of a row, which changes at ``edges``."""
         every, length = self._state_every, len(token_ids)
         ends = [] if every is None else range(every, length + 1, every)
-        for place in self.places(root, token_ids, exact_rows=length, boundaries=ends):
+        cuts = [*ends, *edges]
+        for place in self.places(
+            root, token_ids, exact_rows=length, boundaries=cuts, lag_of=lag_of
+        ):
             info = replace(self.describe(place), has_state=place.part.end in ends)
             place.key = info.key
             yield info

@@ -39,17 +39,30 @@ class RemoteLookup:
         self._lock = lock
 
     def ask(
-        self, root: ChunkKey, token_ids: TokenIds, moved_before: int, match: Callable[[], KnownRows]
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        moved_before: int,
+        match: Callable[[], KnownRows],
+        edges: Sequence[int] = (),
+        lag_of: Callable[[int], int] | None = None,
     ) -> list[ChunkKey]:
         """Enters what the remote store has of ``token_ids``: its prefix, and text of the rows
         before ``moved_before`` that ``match``, called with the lock held, leaves uncovered. Returns
-        the keys. Call this without the lock: the network is waited for."""
-        found = self._ask_for_prefix(root, token_ids)
+        the keys. Call this without the lock: the network is waited for. ``lag_of`` gives
+        ``ChunkInfo.lag`` of a row, which changes at ``edges``."""
+        found = self._ask_for_prefix(root, token_ids, edges, lag_of)
         return found + self._search(root, token_ids, moved_before, match)
 
-    def _ask_for_prefix(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+    def _ask_for_prefix(
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        edges: Sequence[int],
+        lag_of: Callable[[int], int] | None,
+    ) -> list[ChunkKey]:
         """Asks by key for the chunks that continue what is known of ``token_ids``."""
-        chunks = list(self._naming.exact_chunks(root, token_ids))
+        chunks = list(self._naming.exact_chunks(root, token_ids, edges, lag_of))
         with self._lock:
             unknown = [info for info in chunks if info.key not in self._catalogue]
         there = self._remote.contains_many([info.key for info in unknown])

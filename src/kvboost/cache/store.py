@@ -134,6 +134,8 @@ class ChunkStore:
         repair: str = "",
         pin: bool = True,
         ask_remote: bool = True,
+        edges: Sequence[int] = (),
+        lag_of: Callable[[int], int] | None = None,
     ) -> Iterator[KnownRows]:
         """What is known of ``token_ids``, pinned until the context is left: the exact prefix, and
         with ``moved_before`` also the approximate rows that continue it (repaired as ``repair``
@@ -141,7 +143,8 @@ class ChunkStore:
 
         Call ``touch`` for what is used. With ``pin=False`` nothing is pinned. With
         ``ask_remote=False`` the remote store is not asked, because it may claim to have a chunk
-        and then not deliver it.
+        and then not deliver it. ``lag_of`` gives ``ChunkInfo.lag`` of a row, which changes at
+        ``edges``: no stored chunk crosses one.
         """
         self._transfers.refresh()
 
@@ -150,7 +153,7 @@ class ChunkStore:
 
         in_remote: list[ChunkKey] = []
         if ask_remote and self._remote is not None:
-            in_remote = self._remote.ask(root, token_ids, moved_before, match)
+            in_remote = self._remote.ask(*(root, token_ids, moved_before, match, edges, lag_of))
         with self._lock:
             known = match()
             keys = list(known.keys()) if pin else []

@@ -38,17 +38,17 @@ def with_tools_as_text(
     shown: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            text = f"<tool_response>\n{_said(message['content'])}\n</tool_response>"
             if not (shown and shown[-1].get("results")):
                 shown.append({"role": "user", "results": []})
             shown[-1]["results"].append(text)
         else:
-            shown.append({"role": message["role"], "content": _text(message)})
+            shown.append({"role": message["role"], "content": _with_calls(message)})
     if tools:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         introduction = _INTRODUCTION.format(tools=lines)
         if shown and shown[0]["role"] == "system":
-            shown[0]["content"] += f"\n\n{introduction}"
+            shown[0]["content"] = f"{_said(shown[0]['content'])}\n\n{introduction}"
         else:
             shown.insert(0, {"role": "system", "content": introduction})
     return [
@@ -57,10 +57,20 @@ def with_tools_as_text(
     ]
 
 
-def _text(message: Message) -> str:
+def _with_calls(message: Message) -> str | list[Mapping[str, Any]]:
+    """What a message says, and then its calls. Parts stay parts: some may be images."""
     calls = [
         f"{TAGGED.before}{json.dumps(call['function'], ensure_ascii=False)}{TAGGED.after}"
         for call in message.get("tool_calls") or ()
     ]
-    content = [message["content"]] if message["content"] or not calls else []
-    return "\n".join([*content, *calls])
+    content = message["content"]
+    if content and not isinstance(content, str):
+        return [*content, *({"type": "text", "text": call} for call in calls)]
+    return "\n".join([*([content or ""] if content or not calls else []), *calls])
+
+
+def _said(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of a message, or of its parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if part.get("type") == "text")

@@ -161,12 +161,12 @@ class ModelTokenizer:
                 "this model has no chat template; build the prompt yourself and call generate()"
             )
         messages = [self._in_known_role(message) for message in messages]
-        if self._wants_parts:
-            messages = [_in_parts(message) for message in messages]
         given = dict(options or {})
         self._check_options(given)
         if (tools or uses_tools(messages)) and self._tools_option is None:
             messages, tools = with_tools_as_text(messages, tools), ()
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
         if tools and self._tools_option is not None:
             given[self._tools_option] = [dict(tool) for tool in tools]
         try:

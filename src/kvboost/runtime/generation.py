@@ -206,7 +206,7 @@ class Generation:
         while (start := state.rows) < len(ids):
             end = self._slice_end(start)
             if described is not None and self._reusable_rows:
-                end = min(end, start + DESCRIBED_ROWS)
+                end = self._sight.slice_end(start, min(end, start + DESCRIBED_ROWS))
             num_logits = max(0, end - max(start, self._live_end - 1))
             wanted = num_logits if described is None else end - start
             given = yield from self._compute(range(start, end), wanted)
@@ -227,6 +227,7 @@ class Generation:
     def _decode(self, given: Given) -> Steps:
         """Generates tokens until the model, a stop string or the limit ends the answer."""
         request, state, model = self._request, self._state, self._runtime.model
+        self._sight.rest()
         params = request.params
         constraint = None
         if request.grammar is not None:  # a forced token has no logits to describe
@@ -285,7 +286,7 @@ class Generation:
         if not isinstance(given, torch.Tensor):
             return given
         state = self._state
-        ids = state.token_ids or self._request.token_ids
+        ids = state.token_ids or self._sight.token_ids
         soon = sampler.begin(given, state.rows, int(ids[-1]))
         yield from await_device(state, soon.is_done)
         return soon.get()

@@ -26,6 +26,8 @@ MOST_CONVERSATIONS = 64
 MOST_TOKENS = 1024**2
 """Token ids of all conversations that wait. If there are more, those that were used longest ago are
 dropped."""
+MOST_IMAGE_BYTES = 256 * 1024**2
+"""Files of their images."""
 MOST_READ_TOKENS = 8 * 1024**2
 """Token ids of all documents that wait. Further ones are not taken."""
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
@@ -51,6 +53,12 @@ class IdleWork:
     @property
     def num_rows(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """The files of its images, which are needed to compute their rows."""
+        images = self.request.images
+        return 0 if images is None else sum(len(image.data) for image in images.placed)
 
     @property
     def num_logits(self) -> int:
@@ -106,12 +114,12 @@ W = TypeVar("W", bound=IdleWork)
 
 
 class Line(Generic[W]):
-    """Work that waits, in the order in which it was added first, and how many tokens it has. Not
-    thread-safe."""
+    """Work that waits, in the order in which it was added first, and how many tokens and bytes of
+    images it has. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: list[W] = []
-        self.num_tokens = 0
+        self.num_tokens = self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -122,15 +130,18 @@ class Line(Generic[W]):
     def add(self, one: W) -> None:
         insort(self._waiting, one, key=attrgetter("number"))
         self.num_tokens += one.num_rows
+        self.num_bytes += one.num_bytes
 
     def remove(self, one: W) -> None:
         self._waiting.remove(one)
         self.num_tokens -= one.num_rows
+        self.num_bytes -= one.num_bytes
 
     def take(self, *, newest: bool = False) -> W:
         """What was added first, or the newest."""
         one = self._waiting.pop(-1 if newest else 0)
         self.num_tokens -= one.num_rows
+        self.num_bytes -= one.num_bytes
         return one
 
 
@@ -210,7 +221,8 @@ class IdleQueue:
             line.add(one)
             self.counts["approximate_tokens"] += one.healing.approximate_tokens
             while len(line) > MOST_CONVERSATIONS or (
-                line.num_tokens > MOST_TOKENS and len(line) > 1
+                (line.num_tokens > MOST_TOKENS or line.num_bytes > MOST_IMAGE_BYTES)
+                and len(line) > 1
             ):
                 self._finish(line.take(), "dropped")
         self.on_added()

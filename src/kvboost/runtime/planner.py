@@ -78,7 +78,8 @@ class Planner:
         cacheable = self._cacheable(request)
         ids = request.token_ids[: min(live_end - 1, cacheable)]
         moved_before = self._movable(request, live_end)
-        root = self._root(request)
+        root, images = self._root(request), request.images
+        turns = images is not None and images.is_spatial
         with self._store.lookup(
             root,
             ids,
@@ -86,10 +87,12 @@ class Planner:
             repair=request.repair.name,
             pin=pin,
             ask_remote=ask_remote,
+            edges=images.edges if images is not None and turns else (),
+            lag_of=images.lag_of if images is not None and turns else None,
         ) as known:
-            if request.images is not None:
-                known = _within(known, request.images)
-            yield _turned(known, request.images)
+            if images is not None:
+                known = _within(known, images)
+            yield _turned(known, images)
 
     def plan(
         self,

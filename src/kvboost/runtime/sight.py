@@ -29,6 +29,10 @@ class Sight:
         """The prompt's tokens as the model takes them."""
         self._features: dict[bytes, torch.Tensor] = {}
 
+    def rest(self) -> None:
+        """Lets go of all features: the prompt is computed, and an answer may take long."""
+        self._features.clear()
+
     def _make(self, steps: Generator[Awaited, object, torch.Tensor]) -> Computing[torch.Tensor]:
         """The features that ``steps`` make. Pauses where they do."""
         while True:

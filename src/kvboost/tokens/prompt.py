@@ -63,6 +63,13 @@ class PromptReader:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
         return self.read_whole(prompt).token_ids
 
+    def read_text(self, prompt: Prompt | TokenIds) -> TokenIds:
+        """The same; ImageError if there are rows of images among them."""
+        ids = self.read(prompt)
+        if is_image_row(ids).any():
+            raise ImageError("there are images in what has to be text")
+        return ids
+
     def read_whole(self, prompt: Prompt | TokenIds) -> ReadPrompt:
         """``prompt`` as token ids, with its images; PromptError if it is no prompt."""
         if isinstance(prompt, ReadPrompt):

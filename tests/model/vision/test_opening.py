@@ -82,6 +82,14 @@ def test_base64_is_measured_before_it_is_decoded() -> None:
         from_data_url(url, ImageLimits(max_bytes=len(PNG) - 1))
 
 
+def test_the_word_that_begins_a_data_url_has_no_case() -> None:
+    for scheme in ("data", "DATA", "Data"):
+        url = f"{scheme}:image/png;base64,{base64.b64encode(PNG).decode()}"
+        assert file_of(url, LIMITS) == PNG
+    with pytest.raises(ImageError, match="is not base64"):
+        file_of("DATA:image/png;base64,\0", LIMITS)
+
+
 def test_what_is_no_image_is_refused(tmp_path) -> None:
     for given, said in (
         ("data:image/png,abc", "begins with 'data:image/png;base64,'"),

@@ -67,6 +67,10 @@ def test_a_file_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_IMAGES", 1)
     reader.read(file_of(picture(6)), LIMITS)
     assert len(reader._found) == 1
+    monkeypatch.setattr(module, "KEPT_IMAGES", 3)
+    monkeypatch.setattr(module, "KEPT_TEXT", len(second.text))
+    reader.read(file_of(picture(7)), LIMITS)
+    assert len(reader._found) == 1 and reader._text_size <= len(second.text), "texts are long"
 
 
 def test_a_tokenizer_without_tokens_of_images_is_refused() -> None:

@@ -73,7 +73,7 @@ def file_of(given: object, limits: ImageLimits) -> bytes:
     """The file of an image given as bytes, path, data URL or Pillow's image."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
-    if isinstance(given, str) and given.startswith(_DATA_URL):
+    if isinstance(given, str) and given[: len(_DATA_URL)].lower() == _DATA_URL:
         return from_data_url(given, limits)
     if isinstance(given, str) and given.lower().startswith(_REMOTE):
         raise ImageError(

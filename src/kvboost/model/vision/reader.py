@@ -28,6 +28,8 @@ DECODERS = 2
 KEPT_PIXEL_BYTES = 256 * 1024**2
 KEPT_IMAGES = 4096
 """Digests that are known of files."""
+KEPT_TEXT = 32 * 1024**2
+"""Characters of the texts that are kept with them: a large image of Qwen-VL has 200,000."""
 _ANY = ImageLimits(sys.maxsize, sys.maxsize, sys.maxsize)
 """For images that were read before."""
 
@@ -64,6 +66,7 @@ class ImageReader:
         self._decoders = threading.Semaphore(DECODERS)
         self._found: OrderedDict[bytes, FoundImage] = OrderedDict()
         """By the hash of the file, without the file."""
+        self._text_size = 0
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
         """By the digest of the image."""
         self._pixel_bytes = 0
@@ -93,12 +96,21 @@ class ImageReader:
         pixels, text, grid = self._process(data, limits)
         digest = _digest(self._model_type, text, pixels)
         rows = text.count(self._tile.row)
-        with self._lock:
-            self._found[name] = FoundImage(b"", digest, rows, text, grid)
-            while len(self._found) > KEPT_IMAGES:
-                self._found.popitem(last=False)
+        found = FoundImage(data, digest, rows, text, grid)
+        self._remember(name, replace(found, data=b""))
         self._keep(digest, pixels)
-        return FoundImage(data, digest, rows, text, grid)
+        return found
+
+    def _remember(self, name: bytes, found: FoundImage) -> None:
+        """Keeps what is known of a file."""
+        with self._lock:
+            if name in self._found:
+                return
+            self._found[name] = found
+            self._text_size += len(found.text)
+            while len(self._found) > KEPT_IMAGES or self._text_size > KEPT_TEXT:
+                _, old = self._found.popitem(last=False)
+                self._text_size -= len(old.text)
 
     def kept_pixels(self, digest: bytes) -> Pixels | None:
         """What the vision tower takes of an image, if that was made a short while ago."""
