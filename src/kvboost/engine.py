@@ -421,8 +421,7 @@ class KVBoost(TextCache):
     ) -> AdapterInfo:
         """Loads the LoRA adapter in the folder ``path``, as PEFT writes it, while requests run.
         Requests name it with ``adapter=name``; one batch may hold any number of adapters.
-        ``in_place`` replaces the adapter of that name. Raises ``AdapterError`` if it does not fit
-        the model, or if a part of it is not supported."""
+        ``in_place`` replaces the one of that name. AdapterError: the model cannot take all of it."""
         self._lifetime.check()
         return self._runtime.adapters.load(name, path, in_place=in_place)
 
@@ -468,20 +467,18 @@ class KVBoost(TextCache):
         return self._loop.stats().as_dict()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
-        """How long reading ``num_tokens`` would take without reuse; None until forwards have been
-        measured."""
+        """How long reading ``num_tokens`` would take without reuse; None until it was measured."""
         return self._runtime.estimate_ms(num_tokens)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` in the thread that computes answers, between two of its steps: for short
-        pieces of other work on the same device, such as embeddings. Answers wait for one piece at
-        a time."""
+        pieces of other work on the same device, such as embeddings. Answers wait for each."""
         self._lifetime.check()
         return self._loop.between_steps(work)
 
     def answer_meanwhile(self) -> None:
-        """Lets running answers go on if they have waited for long. For work in ``between_steps``
-        that takes longer than ``max_pause``: call it every now and then."""
+        """Lets answers that have waited for long go on. To be called by work in ``between_steps``
+        every now and then, if it takes longer than ``max_pause``."""
         self._loop.answer_meanwhile()
 
     async def adrain(self, timeout: float | None = None) -> bool:
