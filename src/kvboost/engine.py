@@ -421,7 +421,7 @@ class KVBoost(TextCache):
     ) -> AdapterInfo:
         """Loads the LoRA adapter in the folder ``path``, as PEFT writes it, while requests run.
         Requests name it with ``adapter=name``; one batch may hold any number of adapters.
-        ``in_place`` replaces the one of that name. AdapterError: the model cannot take all of it."""
+        ``in_place`` replaces the one of that name. AdapterError: it does not fit the model."""
         self._lifetime.check()
         return self._runtime.adapters.load(name, path, in_place=in_place)
 
