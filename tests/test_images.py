@@ -271,6 +271,17 @@ def test_moved_images_are_healed(name: str) -> None:
         )
 
 
+def test_a_part_of_an_image_is_not_healed() -> None:
+    """As after a request that was cancelled when only approximate rows were in place."""
+    with vision_engine("gemma3") as engine:
+        state = engine._requests.begin(QUESTION, 1, "chunk_kv_reuse", {})
+        state.exact_rows = 1
+        rows, queue = image_rows(engine, QUESTION), engine._runtime.idle_work
+        queue.add_unhealed(state, state.request.token_ids[: rows.start + 3], takes_likeliest=False)
+        waiting = queue.take()
+        assert waiting is not None and waiting.num_rows == rows.start
+
+
 def test_files_of_images_that_wait_to_be_healed_have_a_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

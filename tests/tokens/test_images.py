@@ -99,3 +99,9 @@ def test_places_are_those_of_transformers() -> None:
     some = np.array([3, 8, 30, total + 2])
     assert (images.places(some) == found[:, some]).all() and images.is_spatial
     assert not placed(12).is_spatial
+
+
+def test_an_uncut_prompt_ends_outside_of_images() -> None:
+    images = placed(12, 20)
+    ends = [images.uncut_end(row) for row in (3, 5, 6, 16, 17, 23, 44)]
+    assert ends == [3, 5, 5, 5, 17, 22, 44]

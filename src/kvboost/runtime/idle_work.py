@@ -192,7 +192,10 @@ class IdleQueue:
         """Takes in a request that has ended, of which the rows of ``ids`` were kept, if it is to be
         healed, in place of the turns that it goes on from. ``takes_likeliest``: each of its tokens
         was the likeliest one."""
-        request, num_rows = state.request, len(ids)
+        request = state.request
+        if request.images is not None:  # its rows may attend to those that are missing
+            ids = ids[: request.images.uncut_end(len(ids))]
+        num_rows = len(ids)
         with self._lock:
             self._replace(request, ids)
         if request.heal == "off" or num_rows <= state.exact_rows:

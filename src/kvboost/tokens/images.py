@@ -158,6 +158,10 @@ class PlacedImages:
                 return image.end
         return row
 
+    def uncut_end(self, row: int) -> int:
+        """The last row at or before ``row`` that is not inside an image."""
+        return next((one.start for one in self.placed if one.start < row < one.end), row)
+
     def _count(self, start: int, end: int) -> int:
         return int(self.ends[end] - self.ends[start])
 
