@@ -34,13 +34,17 @@ def test_a_bomb_is_refused_before_its_pixels_are_made(monkeypatch: pytest.Monkey
         open_image(FILES["a smaller bomb"][0], LIMITS)
 
 
-@pytest.mark.parametrize("format", ("PNG", "JPEG", "WEBP", "GIF"))
-@pytest.mark.parametrize("mode", ("RGB", "L", "P", "RGBA", "1", "CMYK"))
+MODES = {
+    "PNG": ("RGB", "L", "P", "RGBA", "1"),
+    "JPEG": ("RGB", "L", "1", "CMYK"),
+    "WEBP": ("RGB", "L", "P", "RGBA", "1", "CMYK"),
+    "GIF": ("RGB", "L", "P", "RGBA", "1"),
+}
+
+
+@pytest.mark.parametrize(("format", "mode"), [(f, mode) for f in MODES for mode in MODES[f]])
 def test_every_format_and_mode_becomes_rgb(format: str, mode: str) -> None:
-    try:
-        file = saved(picture().convert(mode), format)
-    except (OSError, ValueError):
-        pytest.skip(f"{format} has no {mode}")
+    file = saved(picture().convert(mode), format)
     image = open_image(file, LIMITS)
     assert image.mode == "RGB" and image.size == (40, 40)
 
