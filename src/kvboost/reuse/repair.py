@@ -345,16 +345,20 @@ def query(moved: MovedText, repair: RepairParams) -> RepairChoice:
 
 
 def auto(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The rows that the prompt's last rows attend to and that are expected to be off most; the rest
-    of each span is shifted. More rows if the answer depends more on moved text than is typical,
-    fewer if little has changed since it was read."""
+    """The rows that the prompt's last rows attend to; the rest of each span is shifted. More rows
+    if the answer depends more on moved text than is typical. If little has changed since it was
+    read, fewer rows, and those first that are expected to be off most, say after a seam. If much
+    has changed, all rows are off: attention and seams decide, as in ``query``."""
     if not asks_attention(repair):
         return query(moved, repair)
-    weights = moved.weights()
-    ratio = repair.ratio * needed_share(float(weights.sum()))
+    needed = needed_share(float(moved.weights().sum()))
+    ratio = repair.ratio * needed
     ratio *= min(max(moved.last_share() / TYPICAL_SHARE, LEAST_BUDGET), MOST_BUDGET)
     num_rows = min(max(1, round(ratio * moved.plan.num_moved)), moved.plan.num_moved)
-    return RepairChoice(moved.top(weights, num_rows), shift=True)
+    scores = moved.attention() * moved.errors() ** (1 - needed)
+    if needed == 1.0:
+        scores[moved.seams()] = np.inf
+    return RepairChoice(moved.top(scores, num_rows), shift=True)
 
 
 STRATEGIES: dict[str, Callable[[MovedText, RepairParams], RepairChoice]] = {
