@@ -130,7 +130,8 @@ def test_every_repair_is_that_of_one_process(strategy: str, one: Make, two: Make
     for engine in engines:
         engine.warm(DOCUMENT, header="")
         prompt = HEADER + DOCUMENT + QUESTION
-        scores.append(engine.score(prompt, follow, recompute_strategy=strategy))
+        options = {"recompute_strategy": strategy, "reuse_moved": "always"}
+        scores.append(engine.score(prompt, follow, **options))
     expected, given = scores
     assert given.reuse.count(SpanKind.MOVED) > 32
     assert given.reuse.recomputed == expected.reuse.recomputed
