@@ -12,8 +12,8 @@ import pytest
 from chat_templates import QWEN, tokenizer_with
 from kvboost import KVBoost
 from kvboost.chat.context_edits import CLEARED, THINKING, TOOL_USES
-from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.response_models import ChatCompletion, ErrorReply
+from kvboost.serve.anthropic.replies import AnthropicErrorReply, MessageReply, TokenCount
+from kvboost.serve.schema.replies import ChatCompletion, ErrorReply
 from live_server import events, live_server
 from remote_server import remote_server
 from sse import named_events

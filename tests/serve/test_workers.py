@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.workers import LARGE_BYTES, MOST_WAITING, Turns, Workers
+from kvboost.serve.http.workers import LARGE_BYTES, MOST_WAITING, Turns, Workers
 from live_server import wait_for
 
 

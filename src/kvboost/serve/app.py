@@ -17,21 +17,8 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import (
-    adapters,
-    admin,
-    chat,
-    completions,
-    document_routes,
-    embeddings,
-    explain_routes,
-    openapi,
-    tokenize,
-)
 from kvboost.serve.anthropic import routes as anthropic
-from kvboost.serve.application import Application
 from kvboost.serve.auth import AuthMiddleware
-from kvboost.serve.cors import Cors
 from kvboost.serve.errors import (
     ApiError,
     on_engine_error,
@@ -39,19 +26,25 @@ from kvboost.serve.errors import (
     on_invalid,
     on_too_much,
 )
-from kvboost.serve.limits import HeadLimits, OpenRequests
+from kvboost.serve.http import openapi
+from kvboost.serve.http.application import Application
+from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests
+from kvboost.serve.http.middleware import RequestMiddleware
+from kvboost.serve.http.openapi import errors
 from kvboost.serve.metrics import CONTENT_TYPE
-from kvboost.serve.middleware import RequestMiddleware
 from kvboost.serve.ollama import routes as ollama
 from kvboost.serve.openai_responses import routes as openai_responses
-from kvboost.serve.openapi import errors
-from kvboost.serve.response_models import (
-    AdapterReply,
-    ErrorReply,
-    Health,
-    ModelList,
-    ModelReply,
+from kvboost.serve.routes import (
+    adapters,
+    admin,
+    chat,
+    completions,
+    documents,
+    embeddings,
+    explain,
+    tokens,
 )
+from kvboost.serve.schema import replies
 from kvboost.serve.server import Server, ServerState
 from kvboost.serve.settings import ServerSettings
 
@@ -94,7 +87,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.state.server = state
     modules = (
         *(chat, completions, openai_responses, anthropic, ollama, embeddings),
-        *(tokenize, adapters, admin, document_routes, explain_routes),
+        *(tokens, adapters, admin, documents, explain),
     )
     routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":
@@ -120,7 +113,10 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
 
 
 @router.get(
-    "/v1/models", response_model=ModelList, responses=errors(has_body=False), tags=["openai"]
+    "/v1/models",
+    response_model=replies.ModelList,
+    responses=errors(has_body=False),
+    tags=["openai"],
 )
 async def list_models(server: Server) -> Response:
     """The names of this server's model, its adapters, and its model for embeddings."""
@@ -131,7 +127,7 @@ async def list_models(server: Server) -> Response:
 
 @router.get(
     "/v1/models/{model:path}",
-    response_model=AdapterReply | ModelReply,
+    response_model=replies.AdapterReply | replies.ModelReply,
     responses=errors(404, has_body=False),
     tags=["openai"],
 )
@@ -144,8 +140,8 @@ async def retrieve_model(model: str, server: Server) -> Response:
 
 @router.get(
     "/health",
-    response_model=Health,
-    responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
+    response_model=replies.Health,
+    responses={**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
 )
 async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
@@ -160,8 +156,8 @@ async def health(server: Server) -> Response:
 
 @router.get(
     "/ready",
-    response_model=Health,
-    responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
+    response_model=replies.Health,
+    responses={**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
 )
 async def ready(server: Server) -> Response:
     """Whether a load balancer should send requests here: 200, or 503 while the server reads the

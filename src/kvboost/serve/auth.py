@@ -11,7 +11,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import TENANT_PATHS, ApiKey, ServerSettings
 
 

@@ -20,7 +20,7 @@ from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Place, Tenant
 from kvboost.serve.errors import ApiError, from_engine
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:

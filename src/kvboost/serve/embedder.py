@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.serve.answers.prompts import beginning
 from kvboost.serve.errors import ApiError
-from kvboost.serve.prompts import beginning
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost

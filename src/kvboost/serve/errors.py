@@ -32,15 +32,15 @@ from kvboost.errors import (
     StructuredOutputError,
     UnknownAdapterError,
 )
-from kvboost.serve.anthropic.error_form import error_body, is_anthropic
-from kvboost.serve.ollama.error_form import is_ollama
-from kvboost.serve.problems import describe, place, short, shown
+from kvboost.serve.http.problems import describe, place, short, shown
 
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
+
 LONGEST_MESSAGE = 4096
 """Errors of the engine may repeat what was sent, such as a path."""
+
 _FIELDS = {
     "template_options": "chat_template_kwargs",
     "min_new_tokens": "min_tokens",
@@ -316,3 +316,40 @@ def _printable(text: str) -> str:
     """``text`` without halves of surrogate pairs: JSON can escape them, UTF-8 cannot encode
     them."""
     return text.encode("utf-8", "replace").decode()
+
+
+_PATH = "/v1/messages"
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Tells Anthropic's client, whose tool runner asks for a thread, to send whole conversations."""
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the endpoint at ``path`` is one of Anthropic's API."""
+    return path == _PATH or path.startswith(f"{_PATH}/")
+
+
+def error_body(
+    status: int, message: str, request_id: str | None, param: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        error["details"] = NO_THREADS
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def is_ollama(path: str) -> bool:
+    """Whether the endpoint at ``path`` is one of Ollama's API."""
+    return path.startswith("/api/")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvboost.results import Explanation, ReuseReport, SpanKind
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 
 MOST_ANSWERS = 64
 """Answers that are kept for one key."""

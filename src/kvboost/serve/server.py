@@ -17,13 +17,13 @@ from kvboost.serve.documents import Documents
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
 from kvboost.serve.explanations import Explanations
+from kvboost.serve.http.workers import Workers
 from kvboost.serve.kept_kv import KeptKV
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
 from kvboost.serve.openai_responses.store import StoredResponses
 from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import RELOADABLE, ServerSettings
-from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost

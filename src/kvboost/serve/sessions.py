@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.errors import KVBoostError
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:

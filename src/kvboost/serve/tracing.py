@@ -21,9 +21,8 @@ from starlette.types import Scope
 
 import kvboost
 from kvboost.results import PHASES
-from kvboost.serve.choices import Choice
-from kvboost.serve.records import RequestRecord
-from kvboost.serve.reuse_report import counts
+from kvboost.serve.answers.choices import Choice
+from kvboost.serve.answers.reports import RequestRecord, counts
 
 _PATH = "/v1/traces"
 _OPERATIONS = dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion")

@@ -14,7 +14,7 @@ from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.processes import Clients
 from kvboost.bench.load.serve.users import Request
 from kvboost.errors import KVBoostError
-from kvboost.serve.connections import Connection as ServedConnection
+from kvboost.serve.http.connections import Connection as ServedConnection
 from live_server import live_server
 
 

@@ -9,11 +9,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from kvboost.errors import QueueFullError
-from kvboost.serve.ollama.reply_models import (
-    OllamaChatReply,
-    OllamaErrorReply,
-    OllamaGenerateReply,
-)
+from kvboost.serve.ollama.replies import OllamaChatReply, OllamaErrorReply, OllamaGenerateReply
 from kvboost.serve.settings import ApiKey
 from live_server import live_server
 from routed import CLIENT

@@ -8,16 +8,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.anthropic.request_models import CountTokensRequest, MessagesRequest
+from kvboost.serve.answers.choices import EngineCall
+from kvboost.serve.answers.prompts import encode
+from kvboost.serve.answers.responses import deliver
+from kvboost.serve.anthropic import replies
+from kvboost.serve.anthropic.requests import CountTokensRequest, MessagesRequest
 from kvboost.serve.anthropic.writer import MessageWriter
 from kvboost.serve.auth import Tenant
-from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call, chat_prompt, keep_marked
-from kvboost.serve.choices import EngineCall
-from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import encode
-from kvboost.serve.responses import deliver
+from kvboost.serve.http.bodies import BodyRoute
+from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.routes.chat import chat_call, chat_prompt, keep_marked
 from kvboost.serve.server import Caller, Server, ServerState
 
 router = APIRouter(route_class=BodyRoute, tags=["anthropic"])
@@ -25,10 +25,10 @@ router = APIRouter(route_class=BodyRoute, tags=["anthropic"])
 
 @router.post(
     "/v1/messages",
-    response_model=MessageReply,
+    response_model=replies.MessageReply,
     responses={
         **streamed("text/event-stream"),
-        **errors(404, 413, 429, 503, 504, model=AnthropicErrorReply),
+        **errors(404, 413, 429, 503, 504, model=replies.AnthropicErrorReply),
     },
 )
 async def create_message(
@@ -46,8 +46,8 @@ async def create_message(
 
 @router.post(
     "/v1/messages/count_tokens",
-    response_model=TokenCount,
-    responses=errors(404, model=AnthropicErrorReply),
+    response_model=replies.TokenCount,
+    responses=errors(404, model=replies.AnthropicErrorReply),
 )
 async def count_tokens(
     body: CountTokensRequest, request: Request, server: Server, caller: Caller

@@ -8,25 +8,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from kvboost.serve.json_text import JsonBudget, parse_json
-from kvboost.serve.request_fields import (
-    MAX_PARTS,
-    Body,
-    ShortText,
-    Text,
-    goes_with,
-    one_of,
-    some,
-    text_or_list,
-)
-from kvboost.serve.request_images import DataUrl, Detail, ImagePart, refuse_unseen
-from kvboost.serve.request_tools import (
+from kvboost.serve.http.json_text import JsonBudget, parse_json
+from kvboost.serve.schema import fields
+from kvboost.serve.schema.messages import (
     Call,
     CalledFunction,
     ContentPart,
+    DataUrl,
+    Detail,
+    ImagePart,
     Message,
     TextPart,
     refuse_other_parts,
+    refuse_unseen,
     shallow,
 )
 
@@ -34,18 +28,18 @@ Status = Literal["in_progress", "completed", "incomplete"]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
-class ItemText(Body):
+class ItemText(fields.Body):
     """A part of a message. What a response has sent may be sent back."""
 
     type: Annotated[
         Literal["input_text", "output_text", "text"], BeforeValidator(refuse_other_parts)
     ]
-    text: Text
+    text: fields.Text
     annotations: Nothing | None = None
     logprobs: Nothing | None = None
 
 
-class ItemImage(Body):
+class ItemImage(fields.Body):
     """An image in a message."""
 
     type: Annotated[Literal["input_image"], BeforeValidator(refuse_unseen)]
@@ -61,24 +55,26 @@ def _part_kind(value: Any) -> str:
 
 _LIKE = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[ItemText], some(MAX_PARTS), Tag("as list")],
-    one_of(text_or_list, _LIKE),
+    Annotated[fields.Text, Tag("as text")]
+    | Annotated[list[ItemText], fields.some(fields.MAX_PARTS), Tag("as list")],
+    fields.one_of(fields.text_or_list, _LIKE),
 ]
 ItemPart = Annotated[
     Annotated[ItemText, Tag("text")] | Annotated[SkipJsonSchema[ItemImage], Tag("image")],
     Discriminator(_part_kind),
 ]
 MessageContent = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[ItemPart], some(MAX_PARTS), Tag("as list")],
-    one_of(text_or_list, _LIKE),
+    Annotated[fields.Text, Tag("as text")]
+    | Annotated[list[ItemPart], fields.some(fields.MAX_PARTS), Tag("as list")],
+    fields.one_of(fields.text_or_list, _LIKE),
 ]
 
 
-class MessageItem(Body):
+class MessageItem(fields.Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: MessageContent
-    id: ShortText | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
@@ -86,43 +82,45 @@ class MessageItem(Body):
     def _check_role(self) -> Self:
         parts = [] if isinstance(self.content, str) else self.content
         if self.role != "user" and any(isinstance(part, ItemImage) for part in parts):
-            raise goes_with("content", "a part of the type input_image goes with the role user")
+            raise fields.goes_with(
+                "content", "a part of the type input_image goes with the role user"
+            )
         return self
 
 
 class CallItem(CalledFunction):
     type: Literal["function_call"]
-    call_id: ShortText
-    id: ShortText | None = None
+    call_id: fields.ShortText
+    id: fields.ShortText | None = None
     status: Status | None = None
     caller: None = None
     namespace: None = None
     is_async: None = Field(default=None, alias="async")
 
 
-class ResultItem(Body):
+class ResultItem(fields.Body):
     """What a tool has answered."""
 
     type: Literal["function_call_output"]
-    call_id: ShortText
+    call_id: fields.ShortText
     output: Content
-    id: ShortText | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     caller: None = None
-    name: ShortText | None = None
+    name: fields.ShortText | None = None
     namespace: None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(fields.Body):
     type: Literal["reasoning_text"]
-    text: Text
+    text: fields.Text
 
 
-class ReasoningItem(Body):
+class ReasoningItem(fields.Body):
     type: Literal["reasoning"]
     summary: Nothing | None = None
-    content: Annotated[list[ReasoningText], some(MAX_PARTS, least=0)] | None = None
-    id: ShortText | None = None
+    content: Annotated[list[ReasoningText], fields.some(fields.MAX_PARTS, least=0)] | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     encrypted_content: None = None
 
@@ -142,7 +140,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
+    fields.one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
 ]
 
 

@@ -10,22 +10,21 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import ContextLengthError
+from kvboost.serve.answers.choices import EngineCall
+from kvboost.serve.answers.prompts import encode
+from kvboost.serve.answers.responses import deliver
 from kvboost.serve.auth import Tenant
-from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call, chat_prompt
-from kvboost.serve.choices import EngineCall
 from kvboost.serve.errors import ApiError
+from kvboost.serve.http.bodies import BodyRoute
+from kvboost.serve.http.openapi import EACH_ONCE, errors, streamed
+from kvboost.serve.openai_responses import replies
 from kvboost.serve.openai_responses.items import input_items
-from kvboost.serve.openai_responses.reply_models import DeletedResponse, ItemList, ResponseReply
-from kvboost.serve.openai_responses.request_models import ResponseRequest
+from kvboost.serve.openai_responses.requests import ResponseRequest
 from kvboost.serve.openai_responses.store import StoredResponse
 from kvboost.serve.openai_responses.writer import ResponseWriter
-from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import encode
-from kvboost.serve.query import EACH_ONCE
-from kvboost.serve.request_fields import MAX_MESSAGES
-from kvboost.serve.request_tools import Message
-from kvboost.serve.responses import deliver
+from kvboost.serve.routes.chat import chat_call, chat_prompt
+from kvboost.serve.schema.fields import MAX_MESSAGES
+from kvboost.serve.schema.messages import Message
 from kvboost.serve.server import Caller, Server, ServerState
 
 router = APIRouter(route_class=BodyRoute, tags=["openai"])
@@ -33,7 +32,7 @@ router = APIRouter(route_class=BodyRoute, tags=["openai"])
 
 @router.post(
     "/v1/responses",
-    response_model=ResponseReply,
+    response_model=replies.ResponseReply,
     responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
 )
 async def create_response(
@@ -102,7 +101,7 @@ def _call(
 
 @router.get(
     "/v1/responses/{response_id}",
-    response_model=ResponseReply,
+    response_model=replies.ResponseReply,
     responses=errors(400, 404, has_body=False),
 )
 async def retrieve_response(
@@ -121,7 +120,7 @@ async def retrieve_response(
 
 @router.get(
     "/v1/responses/{response_id}/input_items",
-    response_model=ItemList,
+    response_model=replies.ItemList,
     responses=errors(400, 404, has_body=False),
     dependencies=[EACH_ONCE],
 )
@@ -159,7 +158,7 @@ async def list_input_items(
 
 @router.delete(
     "/v1/responses/{response_id}",
-    response_model=DeletedResponse,
+    response_model=replies.DeletedResponse,
     responses=errors(404, has_body=False),
 )
 async def delete_response(response_id: str, server: Server, caller: Caller) -> Response:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
-from kvboost.serve.request_tools import Message
+from kvboost.serve.http.problems import shown
+from kvboost.serve.http.streaming import line
+from kvboost.serve.schema.messages import Message
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.streaming import line
 
 _OBJECT_BYTES = 600
 """Bytes of memory that a message takes without its text. A part takes as many, a call twice."""

@@ -19,10 +19,10 @@ from kvboost.errors import StructuredOutputError
 from kvboost.results import AdapterInfo, Explanation, Healing, Pin, ReuseReport
 from kvboost.results.explaining import Traces, explain
 from kvboost.serve.embedder import Vectors
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
 from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
 from kvboost.serve.remote.link import Link
-from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News, WireImage
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ImageReader, ReadPrompt
@@ -34,11 +34,11 @@ _KEPT_ESTIMATES = 1024
 _KEPT_HEALING = 16
 
 
-def wire_images(prompt: ReadPrompt) -> list[WireImage]:
+def wire_images(prompt: ReadPrompt) -> list[wire.WireImage]:
     """The images of a prompt as a part of a message: as files, which are small."""
     placed = () if prompt.images is None else prompt.images.placed
     return [
-        WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        wire.WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
         for one in placed
     ]
 
@@ -86,7 +86,7 @@ class RemoteEngine:
         link.on_adapters = self._take_adapters
         link.on_failed = self._fail
 
-    def _take_adapters(self, message: Adapters) -> None:
+    def _take_adapters(self, message: wire.Adapters) -> None:
         self._adapters = message.adapters
 
     def _fail(self, error: Exception) -> None:
@@ -154,18 +154,18 @@ class RemoteEngine:
         text = text_of(self._tokenizer, self._about.eos_ids, options)
         state = RemoteState(text, options, self._explainer(ids))
 
-        def on_news(news: News) -> None:
+        def on_news(news: wire.News) -> None:
             self._note(len(ids), news)
 
         stream = RemoteStream(state, on_news)
         number = self._link.ask(
             stream,
-            lambda number: Ask(
+            lambda number: wire.Ask(
                 *(number, ids.tobytes(), max_new_tokens, mode, timeout, options, images, row_id)
             ),
         )
         self._states[number] = state
-        stream.on_close(lambda: self._link.send(Cancel(number)))
+        stream.on_close(lambda: self._link.send(wire.Cancel(number)))
         return stream
 
     def _explainer(self, ids: TokenIds) -> Callable[[ReuseReport, bool], Explanation]:
@@ -181,7 +181,7 @@ class RemoteEngine:
 
         return work
 
-    def _note(self, num_tokens: int, news: News) -> None:
+    def _note(self, num_tokens: int, news: wire.News) -> None:
         if news.begun is not None:
             self._keep_estimate(num_tokens, news.begun.estimated_ms)
         if news.ended is not None:

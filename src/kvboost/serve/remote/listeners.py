@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.failures import to_wire
-from kvboost.serve.remote.wire import Begun, Ended, News, Pipe, Step, ToEngine
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -25,10 +25,10 @@ class Outgoing:
     """The answers of one API process. The loop's thread calls it after each step, and it sends what
     is new of all of them at once, from that thread: to wake another one would take longer."""
 
-    def __init__(self, engine: KVBoost, pipe: Pipe[ToEngine]) -> None:
+    def __init__(self, engine: KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
         self._engine = engine
         self._pipe = pipe
-        self._news: list[News] = []
+        self._news: list[wire.News] = []
         self.running: dict[int, AnswerSender] = {}
         """By number."""
         self.healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
@@ -39,12 +39,12 @@ class Outgoing:
         try:
             callback(*arguments)
             news, self._news = self._news, []
-            self._pipe.send(Step(news))
+            self._pipe.send(wire.Step(news))
         except Exception:  # a defect; the loop has other answers to compute
             logger.exception("answers could not be sent to the API process")
             self._pipe.shut()
 
-    def add(self, news: News) -> None:
+    def add(self, news: wire.News) -> None:
         self._news.append(news)
 
     def end(self, number: int, healing: Healing | None) -> None:
@@ -91,12 +91,12 @@ class AnswerSender:
         state, start = self.state, self._num_sent
         assert state is not None
         self._num_sent += len(token_ids)
-        news = News(self._number, list(token_ids))
+        news = wire.News(self._number, list(token_ids))
         if state.logprobs:
             news.logprobs = state.logprobs[start : self._num_sent]
         if not start:
             self._reuse = state.reuse
-            news.begun = Begun(
+            news.begun = wire.Begun(
                 state.reuse,
                 state.clock.timings(),
                 self.event_loop.estimate_ms(state),
@@ -107,7 +107,7 @@ class AnswerSender:
     def end(self, error: BaseException | None) -> None:
         state = self.state
         assert state is not None
-        ended = Ended(
+        ended = wire.Ended(
             state.finish_reason,
             state.clock.timings(),
             None if state.reuse is self._reuse else state.reuse,
@@ -119,4 +119,4 @@ class AnswerSender:
             None if error is None else to_wire(error),
         )
         self.event_loop.end(self._number, state.healing)
-        self.event_loop.add(News(self._number, [], None, None, ended))
+        self.event_loop.add(wire.News(self._number, [], None, None, ended))

@@ -1,0 +1,375 @@
+"""Responses made of answers: as one document, or streamed, mostly as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import kvboost
+from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.answers.answers import (
+    Answers,
+    describe,
+    headers,
+    keep_reports,
+    open_answers,
+    usage,
+)
+from kvboost.serve.answers.choices import Choice, EngineCall
+from kvboost.serve.answers.logprobs import prompt_logprobs
+from kvboost.serve.answers.reports import new_id
+from kvboost.serve.auth import Tenant
+from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
+from kvboost.serve.http.problems import short
+from kvboost.serve.http.streaming import (
+    DONE,
+    JsonBytes,
+    LiveResponse,
+    TextEvents,
+    event,
+    unless_gone,
+)
+from kvboost.serve.schema.generation import Generation
+from kvboost.serve.server import ServerState
+
+_OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
+
+_NAMED = 8
+"""Unknown fields that a note names."""
+
+_PART_BYTES = 64 * 1024
+"""A part of a stream that has more is sent, even if the next piece has arrived."""
+
+
+class ResponseFormat(Protocol):
+    """How one of OpenAI's APIs writes an answer: the objects in ``choices``."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    has_one_prompt: bool
+    """Whether all answers are to the same prompt."""
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The object before the first piece, if there is one. The prompt has been read."""
+
+    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        """The objects for the next piece; none if what it belongs to is not clear yet."""
+
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        """The objects after the last piece. The last of them has the finish reason."""
+
+    def whole(self, choice: Choice) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """How a request wants its response."""
+
+    model: str
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    """Whether every chunk has the usage so far."""
+    returns_ids: bool
+    """Whether the response has the token ids of the prompt and the answer."""
+
+
+def response_options(body: Generation) -> ResponseOptions:
+    options = body.stream_options
+    continuous = bool(options and options.continuous_usage_stats)
+    includes = continuous or bool(options and options.include_usage)
+    returns_ids = bool(body.return_token_ids)
+    return ResponseOptions(body.model, bool(body.stream), includes, continuous, returns_ids)
+
+
+def engine_call(
+    server: ServerState,
+    caller: Tenant,
+    body: Generation,
+    prompts: Any,
+    max_tokens: int | None,
+    logprobs: int | None,
+    use: ToolUse | None = None,
+) -> EngineCall:
+    """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
+    engine could ever queue. A tenant among others may use half of the queue, but not the last place
+    while it has running requests."""
+    n, config = body.n or 1, server.engine.config
+    share = config.max_waiting
+    if caller.counts_as:
+        share = (share + 1) // 2 if share > 1 else 0
+    limit = share + config.max_running
+    if n * len(prompts) > limit:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server allows "
+            f"{limit} at a time",
+            code="too_many_answers",
+            param="n" if n > 1 else "prompt",
+        )
+    given = body.engine_options() | {
+        "logprobs": logprobs,
+        "adapter": server.adapter(body.model),
+    }
+    format_field = None
+    for field, options in body.formats().items():
+        format_field = field
+        given |= options
+    return EngineCall(
+        prompts=prompts,
+        n=n,
+        max_tokens=max_tokens,
+        mode=body.kvboost.mode or server.settings.mode,
+        place=caller.place(body.cache_salt),
+        tenant=caller.counts_as,
+        seed=body.seed,
+        options={name: value for name, value in given.items() if value is not None},
+        explain=body.kvboost.explain,
+        use=use,
+        format_field=format_field,
+        session=body.kvboost.session,
+        session_ttl=body.kvboost.session_ttl,
+        truncate=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens,
+    )
+
+
+def ignored_note(fields: Sequence[str]) -> tuple[str, ...]:
+    """What an answer says of fields that the server does not know."""
+    if not fields:
+        return ()
+    named = ", ".join(short(name) for name in fields[:_NAMED])
+    more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
+    return (f"fields that this server does not know were left out: {named}{more}",)
+
+
+class AnswerWriter(Protocol):
+    """How an API writes the answers to one request."""
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        """The document of answers that have ended."""
+
+    def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        """The stream of answers that have begun."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that fails: its status has been sent."""
+
+
+async def respond(
+    request: Request,
+    server: ServerState,
+    call: EngineCall,
+    response_format: ResponseFormat,
+    options: ResponseOptions,
+) -> Response:
+    """Answers a request in one of OpenAI's formats with ``choices``."""
+    writer = ChoicesWriter(server, response_format, options)
+    return await deliver(request, server, call, writer, options.model, stream=options.stream)
+
+
+async def deliver(
+    request: Request,
+    server: ServerState,
+    call: EngineCall,
+    writer: AnswerWriter,
+    model: str,
+    *,
+    stream: bool,
+    media_type: str = "text/event-stream; charset=utf-8",
+) -> Response:
+    """Answers a request as ``writer`` writes it; ``media_type`` is that of a stream. If the client
+    closes its connection, cancels the answers and raises ClientGone."""
+    server.check_model(model)
+    state = request.state
+    notes = (*call.notes, *ignored_note(state.ignored))
+    call = replace(call, size=call.size + state.body_size, notes=notes)
+    if server.settings.log_prompts:
+        logger.info("%s prompts %r", state.request_id, call.prompts)
+    caller: Tenant = state.tenant
+    opening = partial(open_answers, server, caller.name, state.request_id, call, state.received)
+    if not stream:
+        return await unless_gone(request.receive, _whole(opening, writer, call))
+    answers, first = await unless_gone(request.receive, _begun(opening))
+    return LiveResponse(
+        _events(server, answers, writer, request.state.request_id),
+        media_type,
+        headers(first),
+    )
+
+
+async def _whole(
+    opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter, call: EngineCall
+) -> Response:
+    async with await opening() as answers:
+        first = await answers.begin()
+        await answers.finish()
+        encode = partial(JsonBytes, await writer.whole(answers), headers=headers(first))
+        return await call.write(encode)
+
+
+async def _begun(opening: Callable[[], Awaitable[Answers]]) -> tuple[Answers, Choice]:
+    """Answers, and the first choice that has a piece."""
+    answers = await opening()
+    try:
+        return answers, await answers.begin()
+    except BaseException:
+        await answers.aclose()
+        raise
+
+
+async def _events(
+    server: ServerState, answers: Answers, writer: AnswerWriter, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """What ``writer`` writes, in as few parts as possible: all of what has arrived is one. If the
+    server stops before the answers have ended, the last event is an error that says so."""
+    async with answers, aclosing(writer.events(answers)) as events:
+        written = bytearray()
+        try:
+            async for one in events:
+                written += one
+                if answers.is_waiting or len(written) > _PART_BYTES:
+                    yield bytes(written)
+                    written.clear()
+        except asyncio.CancelledError:
+            if not server.draining:  # the client is gone
+                raise
+            written += writer.failure(shutting_down())
+        except Exception as error:
+            with_message = server.settings.log_prompts
+            written += writer.failure(answer_to(error, request_id, with_message=with_message))
+        if written:
+            yield bytes(written)
+
+
+class ChoicesWriter:
+    """Writes answers as ``choices``."""
+
+    def __init__(
+        self, server: ServerState, response_format: ResponseFormat, options: ResponseOptions
+    ) -> None:
+        self._server = server
+        self._format = response_format
+        self._options = options
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        choices = [await self._whole_choice(choice) for choice in answers.choices]
+        of_prompt: dict[str, Any] = {}
+        if self._format.has_one_prompt:  # vLLM's place for them then
+            for one in choices:
+                of_prompt |= {name: one.pop(name) for name in _OF_PROMPT if name in one}
+        reports = [await describe(self._server, choice) for choice in answers.choices]
+        if len(choices) > 1:
+            choices = [
+                {**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)
+            ]
+        head = _head(self._format.id_prefix, self._format.whole_object, self._options.model)
+        keep_reports(self._server, head["id"], answers.choices)
+        return {
+            **head,
+            "choices": choices,
+            **of_prompt,
+            "usage": usage(answers),
+            **answers.choices[0].call.edits_report(),
+            "kvboost": reports[0],
+        }
+
+    async def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        told, decode = choice.result.prompt_logprobs, self._server.engine.decode
+        whole = await choice.call.write(self._format.whole, choice)
+        if told is not None:
+            whole["prompt_logprobs"] = await choice.call.write(prompt_logprobs, decode, told)
+        if self._options.returns_ids:
+            whole["token_ids"] = choice.result.token_ids
+            whole["prompt_token_ids"] = choice.prompt_ids
+        return whole
+
+    async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        server, written, options = self._server, self._format, self._options
+        head = _head(written.id_prefix, written.chunk_object, options.model)
+        if options.include_usage:
+            head["usage"] = None  # in every chunk but the last
+        shown = Counter[int]()
+        """Token ids that were sent, by the index of the choice."""
+
+        def chunk(choice: Choice, given: dict[str, Any], **more: Any) -> bytes:
+            if options.continuous_usage:
+                more["usage"] = usage(answers)
+            if options.returns_ids:
+                ids = choice.result.token_ids
+                given["token_ids"] = ids[shown[choice.index] :]
+                shown[choice.index] = len(ids)
+            return event({**head, "choices": [given], **more})
+
+        def texts(choice: Choice) -> TextEvents:
+            return TextEvents(lambda text: {**head, "choices": written.piece(choice, text)})
+
+        is_plain = not (options.continuous_usage or options.returns_ids)
+        plain = {
+            choice: texts(choice)
+            for choice in answers.choices
+            if is_plain and choice.is_plain and choice.call.max_tokens != 0
+        }
+
+        def opening(choice: Choice) -> bytes:
+            given = written.opening(choice)
+            if given is None:
+                return b""
+            if options.returns_ids:
+                given["prompt_token_ids"] = choice.prompt_ids
+            return chunk(choice, given)
+
+        running, unopened = len(answers.choices), {*answers.choices}
+        async for choice, piece in answers:
+            if choice in unopened:  # its prompt has been read now
+                unopened.remove(choice)
+                if begins := await choice.call.write(opening, choice):
+                    yield begins
+            if piece is not None:
+                if choice in plain:
+                    yield plain[choice].event(piece)
+                else:
+                    for one in written.piece(choice, piece):
+                        yield chunk(choice, one)
+                continue
+            running -= 1
+            *others, closing = written.closing(choice)
+            for one in others:
+                yield chunk(choice, one)
+            if len(answers.choices) > 1:
+                closing["kvboost"] = await describe(server, choice)
+            is_last = not running and not options.include_usage
+            yield chunk(choice, closing, **(await self._reports(answers, head) if is_last else {}))
+        if options.include_usage:
+            more = {"usage": usage(answers), **await self._reports(answers, head)}
+            yield event({**head, "choices": [], **more})
+        yield DONE
+
+    async def _reports(self, answers: Answers, head: dict[str, Any]) -> dict[str, Any]:
+        """What the end of a stream says of the prompt: its edits, and what was reused."""
+        first = answers.choices[0]
+        keep_reports(self._server, head["id"], answers.choices)
+        return {**first.call.edits_report(), "kvboost": await describe(self._server, first)}
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{new_id()}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"kvboost-{kvboost.__version__}",
+    }

@@ -1,0 +1,222 @@
+"""The bodies of the Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, Tag, model_validator
+
+from kvboost.serve.openai_responses.items import Item, messages_of
+from kvboost.serve.schema import fields
+from kvboost.serve.schema.formats import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    ResponseFormat,
+    SchemaDetails,
+    TextFormat,
+)
+from kvboost.serve.schema.generation import ReuseOptions, needs
+from kvboost.serve.schema.messages import (
+    Function,
+    Message,
+    NamedFunction,
+    NamedTool,
+    Retention,
+    Tool,
+    ToolName,
+    make_use,
+)
+from kvboost.serve.schema.requests import ChatRequest
+
+
+class FunctionTool(fields.Body):
+    """``type`` comes first: the error about another kind of tool names it."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: fields.Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> Tool:
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
+        return Tool(type="function", function=function)
+
+
+class NamedFunctionTool(fields.Body):
+    type: Literal["function"]
+    name: ToolName
+
+
+def _choice_kind(value: Any) -> str | None:
+    match value:
+        case str():
+            return "a word"
+        case dict() | NamedFunctionTool():
+            return "a tool"
+        case _:
+            return None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[NamedFunctionTool, Tag("a tool")],
+    fields.one_of(_choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
+]
+
+
+class SchemaFormat(SchemaDetails):
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class TextOptions(fields.Body):
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Changes nothing."""
+
+
+class ReasoningOptions(fields.Body):
+    effort: fields.Effort | None = None
+    generate_summary: fields.ShortText | None = None
+    summary: fields.ShortText | None = None
+    """Changes nothing, and so does ``generate_summary``: the reasoning itself is in the answer."""
+
+
+class ResponseStreamOptions(fields.Body):
+    include_obfuscation: bool | None = None
+    """Changes nothing: no event is padded."""
+
+
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+"""What a response may be asked to include. Nothing of it occurs here: reasoning is not encrypted,
+there are no built-in tools, and images are in the conversation as they were sent."""
+
+
+class ResponseRequest(fields.Body):
+    """A request of the Responses API."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [needs("stream_options", "object", "stream")]}
+    )
+
+    model: fields.Text
+    input: Annotated[
+        Annotated[fields.SomeText, Tag("as text")]
+        | Annotated[list[Item], fields.some(fields.MAX_MESSAGES), Tag("as list")],
+        fields.one_of(fields.text_or_list, "a string or a list of items"),
+    ]
+    instructions: fields.Text | None = None
+    previous_response_id: fields.ShortText | None = None
+    tools: Annotated[list[FunctionTool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Share | None = None
+    max_output_tokens: fields.MaxTokens | None = None
+    metadata: fields.Metadata | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """With ``auto``, a conversation that does not fit the context loses its oldest messages."""
+    prompt_cache_key: fields.ShortText | None = None
+    prompt_cache_retention: Retention | None = None
+    # Not in OpenAI's API.
+    top_k: fields.TopK | None = None
+    min_p: fields.Share | None = None
+    seed: fields.Seed | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: fields.TemplateOptions | None = None
+    cache_salt: fields.ShortText = ""
+    kvboost: ReuseOptions = ReuseOptions()
+    # Fields that change no answer here.
+    background: fields.No | None = None
+    include: Annotated[list[Included], fields.some(16, least=0)] | None = None
+    max_tool_calls: Annotated[int, fields.WHOLE] | None = None
+    """Of built-in tools, which there are none of."""
+    safety_identifier: fields.ShortText | None = None
+    service_tier: fields.ShortText | None = None
+    user: fields.ShortText | None = None
+    # Fields that are not supported.
+    context_management: None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise fields.goes_with("stream_options", "stream_options goes with stream=true")
+        make_use(self._tools(), self._tool_choice(), self.parallel_tool_calls)
+        return self
+
+    def new_messages(self) -> list[Message]:
+        """The messages that this request adds to its conversation."""
+        if isinstance(self.input, str):
+            return [Message(role="user", content=self.input)]
+        return messages_of(self.input)
+
+    def for_chat(self, messages: Sequence[Message]) -> ChatRequest:
+        """The same as a chat request about the conversation ``messages``. The instructions come
+        first, and are no part of the conversation."""
+        system = self.instructions
+        first = [] if system is None else [Message(role="system", content=system)]
+        return ChatRequest(
+            model=self.model,
+            messages=[*first, *messages],
+            tools=self._tools() or None,
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
+            cache_salt=self.cache_salt,
+            kvboost=self.kvboost,
+        )
+
+    def _tools(self) -> list[Tool]:
+        return [tool.for_chat() for tool in self.tools or ()]
+
+    def _tool_choice(self) -> Any:
+        if isinstance(choice := self.tool_choice, NamedFunctionTool):
+            return NamedTool(type="function", function=NamedFunction(name=choice.name))
+        return choice
+
+    def _format(self) -> ResponseFormat | None:
+        match self.text and self.text.format:
+            case SchemaFormat() as chosen:
+                details = SchemaDetails(name=chosen.name, schema=chosen.schema_)
+                return JsonSchemaFormat(type="json_schema", json_schema=details)
+            case TextFormat() | JsonObjectFormat() as chosen:
+                return chosen
+            case _:
+                return None
