@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -61,7 +62,7 @@ class Sessions:
         self,
         place: Place,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         ttl: float | None = None,
         adapter: str | None = None,
     ) -> str | None:
@@ -76,7 +77,7 @@ class Sessions:
         self,
         place: Place,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         seconds: float,
         adapter: str | None,
     ) -> str | None:

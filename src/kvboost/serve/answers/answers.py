@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from kvboost.errors import StructuredOutputError
 from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import TokenReader
-from kvboost.serve.answers.prompts import ids_of, read, size_of
+from kvboost.serve.answers.prompts import read, size_of
 from kvboost.serve.answers.reports import counts, current_record, spans
 from kvboost.serve.errors import ApiError, internal
 from kvboost.serve.schema.fields import MAX_SEED
+from kvboost.serve.schema.generation import Generation
 from kvboost.serve.server import ServerState
 from kvboost.structured.formats import FORMATS
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -144,16 +146,16 @@ class Answers:
             self.add(error)
 
     def _keep_marked(self, choice: Choice) -> None:
-        salt, adapter = choice.call.salt, choice.call.adapter
+        salt, adapter = choice.call.place.salt, choice.call.adapter
         for tokens, seconds in choice.call.kept.beginnings(choice.prompt_ids):
             ids = choice.prompt_ids[:tokens]
-            told = f"{salt}\0{adapter}\0{seconds}\0{ids}"
-            key = f"cache_control:{blake2b(told.encode(), digest_size=16).hexdigest()}"
+            told = f"{salt}\0{adapter}\0{seconds}\0".encode() + ids.tobytes()
+            key = f"cache_control:{blake2b(told, digest_size=16).hexdigest()}"
             self._server.kept_kv.keep(key, ids, salt, seconds, adapter)
 
     async def _renew_session(self, choice: Choice, session: str) -> None:
         call = choice.call
-        ids = [*choice.prompt_ids, *choice.result.token_ids]
+        ids = choice.conversation_ids
         renew = self._server.sessions.renew
         try:
             problem = await asyncio.to_thread(
@@ -229,71 +231,69 @@ async def open_answers(
 ) -> Answers:
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
     queues none. The caller must close the result, best with ``async with``."""
-    engine, settings = server.engine, server.settings
+    engine = server.engine
     work = partial(
         read,
         engine,
-        add_special_tokens=call.add_special_tokens,
-        truncate=_truncated_tokens(call, engine.context_length),
+        add_special_tokens=call.body.add_special_tokens,
+        truncate=_truncated_tokens(call.body, engine.context_length),
         suffix=call.suffix,
     )
+    tenant_name = call.options["tenant"]
     prompts = [
-        await server.workers.tokenize(call.tenant, size_of(prompt, call.size), work, prompt)
+        await server.workers.tokenize(tenant_name, size_of(prompt, call.size), work, prompt)
         for prompt in call.prompts
     ]
     wants_logprobs = call.options.get("logprobs") is not None
+    longest, seed, use = call.body.longest_answer, call.body.seed, call.body.use
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
         for found in prompts:
-            prompt_ids = ids_of(found)
+            prompt_ids = found.token_ids
             options = {
                 **await _options(server, call, prompt_ids),
                 **await _boundaries(server, call, prompt_ids),
                 **_marks(call, prompt_ids),
             }
-            limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
-            if call.max_tokens is None or limit < call.max_tokens:  # the context sets the limit
+            limit = _answer_limit(longest, len(prompt_ids), server)
+            if longest is None or limit < longest:  # the context sets the limit
                 least = options.get("min_new_tokens", 0)
                 options |= {"min_new_tokens": min(least, limit)} if least else {}
             for number in range(call.n):
-                stream = engine.astream(
-                    found,
-                    limit,
-                    call.mode,
-                    timeout=settings.timeout,
-                    cache_salt=call.salt,
-                    tenant=call.tenant,
-                    seed=None if call.seed is None else (call.seed + number) % (MAX_SEED + 1),
-                    **options,
-                )
+                if seed is not None:
+                    options["seed"] = (seed + number) % (MAX_SEED + 1)
+                stream = engine.astream(found, limit, **options)
                 await streams.enter_async_context(stream)
                 choice = Choice(len(choices), prompt_ids, call, stream, received)
                 if wants_logprobs:
-                    choice.read_tokens(TokenReader(engine.decode, prompt_ids[-1]))
-                if call.use is not None:
-                    choice.parser = engine.answer_parser(prompt_ids, call.use)
+                    choice.read_tokens(TokenReader(engine.decode, int(prompt_ids[-1])))
+                if use is not None:
+                    choice.parser = engine.answer_parser(prompt_ids.tolist(), use)
                 choices.append(choice)
         answers = Answers(server, tenant, request_id, choices)
         answers.start(streams)
         return answers
 
 
-async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
+async def _options(server: ServerState, call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
     """The options of the engine. Compiles the format of the answer in a thread: it may take
     seconds."""
+    use = call.body.use
 
     def compiled() -> dict[str, Any]:
-        if call.use is not None:
-            return server.engine.answer_options(prompt_ids, call.use, call.options)
+        if use is not None:
+            return server.engine.answer_options(prompt_ids.tolist(), use, call.options)
         grammar = server.engine.compile_format(call.options)
         if grammar is None:
             return call.options
         plain = {name: value for name, value in call.options.items() if name not in FORMATS}
         return {**plain, "grammar": grammar}
 
-    has_grammar = call.format_field is not None or bool(call.use and call.use.needs_grammar)
+    has_grammar = call.format_field is not None or bool(use and use.needs_grammar)
     try:
-        return await server.workers.compile(call.tenant, compiled) if has_grammar else compiled()
+        if has_grammar:
+            return await server.workers.compile(call.options["tenant"], compiled)
+        return compiled()
     except StructuredOutputError as error:
         raise _unsupported(error, call) from None
 
@@ -310,7 +310,7 @@ def _unsupported(error: StructuredOutputError, call: EngineCall) -> ApiError:
 
 
 async def _boundaries(
-    server: ServerState, call: EngineCall, prompt_ids: list[int]
+    server: ServerState, call: EngineCall, prompt_ids: TokenIds
 ) -> dict[str, Any]:
     """Where the documents of a prompt begin and end, if chunks end there: then their chunks are
     those that were read in advance."""
@@ -323,10 +323,10 @@ async def _boundaries(
         return sorted({row for place in places if place is not None for row in place})
 
     size = sum(map(len, call.documents))
-    return {"boundaries": await server.workers.tokenize(call.tenant, size, locate)}
+    return {"boundaries": await server.workers.tokenize(call.options["tenant"], size, locate)}
 
 
-def _marks(call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
+def _marks(call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
     """Where the beginnings end that the request marks, as long as they are no whole prompt."""
     ends = {tokens for tokens, _ in call.kept.beginnings(prompt_ids) if tokens < len(prompt_ids)}
     return {"marks": sorted(ends)} if ends else {}
@@ -335,7 +335,7 @@ def _marks(call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
     """The ``kvboost`` object of an answer that has ended."""
     result, engine = choice.result, server.engine
-    if choice.call.explain:
+    if choice.call.body.kvboost.explain:
         explained = await asyncio.to_thread(spans, result.reuse, choice.prompt_ids, engine.decode)
     else:
         explained = spans(result.reuse, choice.prompt_ids)
@@ -380,7 +380,7 @@ def usage(answers: Answers) -> dict[str, Any]:
     tokens are those of the first answer."""
     firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
-    wanted = [choice for choice in answers.choices if choice.call.max_tokens != 0]
+    wanted = [choice for choice in answers.choices if choice.call.body.longest_answer != 0]
     completion = sum(len(choice.result.token_ids) for choice in wanted)
     drafted = sum(choice.result.drafted_tokens for choice in answers.choices)
     accepted = sum(choice.result.accepted_tokens for choice in answers.choices)
@@ -399,12 +399,13 @@ def usage(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _truncated_tokens(call: EngineCall, context: int | None) -> int | None:
+def _truncated_tokens(body: Generation, context: int | None) -> int | None:
     """How many tokens of a prompt are read at most, if it asks for a limit."""
-    if call.truncate is None or (call.truncate < 0 and context is None):
+    wanted = body.truncate_prompt_tokens
+    if wanted is None or (wanted < 0 and context is None):
         return None
-    room = sys.maxsize if context is None else context - (call.max_tokens or 1)
-    return max(1, room if call.truncate < 0 else call.truncate)
+    room = sys.maxsize if context is None else context - (body.longest_answer or 1)
+    return max(1, room if wanted < 0 else wanted)
 
 
 def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerState) -> int:

@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
-from kvboost.chat.tool_use import ToolUse
 from kvboost.results import AppliedEdit, GenerationResult
 from kvboost.serve.answers.logprobs import ShownToken, TokenReader
 from kvboost.serve.answers.marks import Kept
 from kvboost.serve.answers.prompts import Prompt
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
+from kvboost.serve.schema.generation import Generation
+from kvboost.tokens.hashing import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
     from kvboost import AsyncTextStream
@@ -29,20 +32,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What a request asks of the engine."""
+    """A checked request, and what it asks of the engine."""
 
+    body: Generation
     prompts: Sequence[Prompt]
-    n: int
-    max_tokens: int | None
-    mode: str
+    options: dict[str, Any]
+    """Options of the engine, by name."""
     place: Place
-    tenant: str
-    """The name that the scheduler counts the request under."""
-    seed: int | None
-    options: dict[str, Any] = field(default_factory=dict)
-    explain: bool = False
-    use: ToolUse | None = None
-    """The tools of a chat request; None for a completion."""
     format_field: str | None = None
     """The field that asks for a format."""
     documents: Sequence[str] = ()
@@ -52,11 +48,6 @@ class EngineCall:
     session_ttl: float | None = None
     kept: Kept = field(default_factory=Kept)
     """The beginnings of the prompt that are pinned after the answer."""
-    truncate: int | None = None
-    """So many of each prompt's last tokens are read; -1: as many as the context holds."""
-    add_special_tokens: bool | None = None
-    """Whether a prompt that is text gets the tokens that the model expects in front. Default: a
-    completion's does; a chat template has them itself."""
     suffix: str | None = None
     """The text after the answer, which fills in the middle."""
     applied_edits: Sequence[AppliedEdit] | None = None
@@ -67,8 +58,14 @@ class EngineCall:
     """Characters that the prompts have, about."""
 
     @property
-    def salt(self) -> str:
-        return self.place.salt
+    def n(self) -> int:
+        """The number of answers to each prompt."""
+        return self.body.n or 1
+
+    @property
+    def mode(self) -> str:
+        mode: str = self.options["mode"]
+        return mode
 
     @property
     def adapter(self) -> str | None:
@@ -95,7 +92,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        prompt_ids: list[int],
+        prompt_ids: TokenIds,
         call: EngineCall,
         stream: AsyncTextStream,
         received: float,
@@ -124,6 +121,11 @@ class Choice:
     @cached_property
     def _last_result(self) -> GenerationResult:
         return self._stream.result
+
+    @property
+    def conversation_ids(self) -> TokenIds:
+        """The prompt and the answer so far."""
+        return np.concatenate([self.prompt_ids, as_token_ids(self.result.token_ids)])
 
     @property
     def num_tokens(self) -> int:

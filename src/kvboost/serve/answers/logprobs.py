@@ -87,9 +87,9 @@ def prompt_tokens(
 ) -> list[ShownToken]:
     """The tokens of a prompt. ``told`` are those from the second on; the first has no log
     probability. For a thread: a long prompt takes a while."""
-    first = decode(prompt_ids[:1])
-    reader = TokenReader(decode, prompt_ids[0], len(first))
-    start = ShownToken(first, prompt_ids[0], None, 0, first, ())
+    first, first_id = decode(prompt_ids[:1]), int(prompt_ids[0])
+    reader = TokenReader(decode, first_id, len(first))
+    start = ShownToken(first, first_id, None, 0, first, ())
     return [start, *reader.take(told, sys.maxsize)]
 
 

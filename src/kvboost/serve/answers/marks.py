@@ -6,10 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from kvboost.chat.context_edits import REASONING
 from kvboost.serve.schema.messages import Mark
+from kvboost.tokens.hashing import TokenIds, common_prefix
 from kvboost.tokens.prompt import Conversation, Prompt
 
 
@@ -18,16 +17,16 @@ class Kept:
     """The marked beginnings of a conversation: token ids that begin with them and go on otherwise
     than the prompt, or None for all of the prompt, and the seconds for which they are kept."""
 
-    marked: Sequence[tuple[list[int] | None, int]] = ()
+    marked: Sequence[tuple[TokenIds | None, int]] = ()
 
-    def beginnings(self, prompt_ids: Sequence[int]) -> list[tuple[int, int]]:
+    def beginnings(self, prompt_ids: TokenIds) -> list[tuple[int, int]]:
         """How many tokens of the prompt to keep, and for how many seconds."""
         return [
-            (len(prompt_ids) if ids is None else _shared(ids, prompt_ids), seconds)
+            (len(prompt_ids) if ids is None else common_prefix(ids, prompt_ids), seconds)
             for ids, seconds in self.marked
         ]
 
-    def num_tokens(self, prompt_ids: Sequence[int]) -> int:
+    def num_tokens(self, prompt_ids: TokenIds) -> int:
         """Tokens up to the last mark."""
         return max((tokens for tokens, _ in self.beginnings(prompt_ids)), default=0)
 
@@ -35,11 +34,11 @@ class Kept:
 async def find_kept(
     prompts: Sequence[Prompt],
     marks: Sequence[Mark],
-    tokenize: Callable[[Prompt], Awaitable[list[int]]],
+    tokenize: Callable[[Prompt], Awaitable[TokenIds]],
 ) -> Kept:
     """Tokenizes the marked beginnings of the conversation that ``prompts`` has: what they share
     with the prompt is kept."""
-    marked: list[tuple[list[int] | None, int]] = []
+    marked: list[tuple[TokenIds | None, int]] = []
     (conversation,) = prompts
     assert isinstance(conversation, Conversation)
     for mark in marks:
@@ -63,10 +62,3 @@ def _altered(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls", ())
     ]
     return {**message, **texts, **({"tool_calls": calls} if calls else {})}
-
-
-def _shared(ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
-    """The number of ids that both begin with."""
-    most = min(len(ids), len(prompt_ids))
-    differs = np.not_equal(ids[:most], prompt_ids[:most])
-    return int(differs.argmax()) if differs.any() else most

@@ -11,6 +11,7 @@ from kvboost.serve.documents import Document
 from kvboost.serve.errors import ApiError, context_exceeded
 from kvboost.serve.http.json_text import written_json
 from kvboost.serve.http.workers import LARGE_BYTES
+from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, has_images
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int] | Conversation
 
-Read = list[int] | ReadPrompt
-"""Token ids, with the images that they stand for if there are any."""
 
 _PIECE_CHARACTERS = 32 * 1024
 
@@ -33,13 +32,9 @@ _LONG = 8
 about four characters per token."""
 
 
-def encode(engine: KVBoost, prompt: Prompt, **options: Any) -> list[int]:
+def encode(engine: KVBoost, prompt: Prompt, **options: Any) -> TokenIds:
     """The token ids of ``prompt``; see :func:`read`."""
-    return ids_of(read(engine, prompt, **options))
-
-
-def ids_of(found: Read) -> list[int]:
-    return found.token_ids.tolist() if isinstance(found, ReadPrompt) else found
+    return read(engine, prompt, **options).token_ids
 
 
 def size_of(prompt: Prompt, size: int) -> int:
@@ -55,7 +50,7 @@ def read(
     add_special_tokens: bool | None = None,
     truncate: int | None = None,
     suffix: str | None = None,
-) -> Read:
+) -> ReadPrompt:
     """The token ids of ``prompt``, and its images if it has any; with ``truncate``, so many of the
     last ones. Raises an error as soon as they cannot fit the context. ``add_special_tokens``:
     whether text gets the tokens that the model expects in front; by default a conversation does
@@ -71,23 +66,22 @@ def read(
         prompt, add_special_tokens = engine.render(prompt), bool(add_special_tokens)
     if limit is not None and truncate is None:
         refuse_long_text(engine, [one for one in (prompt, suffix) if isinstance(one, str)], limit)
+    special = True
     if isinstance(prompt, str):
         if truncate is not None:
             prompt = ending(prompt, truncate, engine.encode)
-        has_first = add_special_tokens is not False and suffix is None
-        ids = engine.encode(prompt, add_special_tokens=has_first)
-    else:
-        ids = prompt
+        special = add_special_tokens is not False and suffix is None
     if suffix is not None:
+        before = engine.encode(prompt, add_special_tokens=special)
+        after = engine.encode(suffix, add_special_tokens=False)
         try:
-            ids = engine.infill(ids, engine.encode(suffix, add_special_tokens=False))
+            prompt = engine.infill(before, after)
         except PromptError as error:
             raise ApiError(400, str(error), code="unsupported_field", param="suffix") from None
+    found = engine.read(prompt, add_special_tokens=special)
     if truncate is not None:
-        ids = ids[-truncate:]
-    if limit is not None and len(ids) >= limit:
-        raise ContextLengthError(len(ids), limit)
-    return ids
+        found = ReadPrompt(found.token_ids[-truncate:])
+    return _fitting(found, limit)
 
 
 def _with_images(engine: KVBoost, prompt: Conversation, truncate: int | None) -> ReadPrompt:
@@ -99,7 +93,10 @@ def _with_images(engine: KVBoost, prompt: Conversation, truncate: int | None) ->
             code="invalid_value",
             param="truncate_prompt_tokens",
         )
-    found, limit = engine.read(prompt), engine.context_length
+    return _fitting(engine.read(prompt), engine.context_length)
+
+
+def _fitting(found: ReadPrompt, limit: int | None) -> ReadPrompt:
     if limit is not None and len(found.token_ids) >= limit:
         raise ContextLengthError(len(found.token_ids), limit)
     return found

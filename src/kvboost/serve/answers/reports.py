@@ -11,6 +11,7 @@ from typing import Any
 
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.serve.answers.choices import Choice
+from kvboost.tokens.hashing import TokenIds
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -27,7 +28,7 @@ def counts(reuse: ReuseReport) -> dict[str, int]:
 
 
 def spans(
-    reuse: ReuseReport, prompt_ids: Sequence[int], decode: Decode | None = None
+    reuse: ReuseReport, prompt_ids: TokenIds, decode: Decode | None = None
 ) -> list[dict[str, Any]]:
     """The spans of a prompt, with their text if ``decode`` is given."""
     shown = []
@@ -47,7 +48,7 @@ def spans(
             "resemblance": span.resemblance,
         }
         if decode is not None:
-            one["text"] = decode(prompt_ids[span.start : span.end])
+            one["text"] = decode(prompt_ids[span.start : span.end].tolist())
         shown.append(one)
     return shown
 

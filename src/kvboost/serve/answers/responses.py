@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import kvboost
-from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.answers.answers import (
     Answers,
     describe,
@@ -26,6 +25,7 @@ from kvboost.serve.answers.answers import (
 )
 from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import prompt_logprobs
+from kvboost.serve.answers.prompts import Prompt
 from kvboost.serve.answers.reports import new_id
 from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
@@ -71,35 +71,8 @@ class ResponseFormat(Protocol):
     def whole(self, choice: Choice) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class ResponseOptions:
-    """How a request wants its response."""
-
-    model: str
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    """Whether every chunk has the usage so far."""
-    returns_ids: bool
-    """Whether the response has the token ids of the prompt and the answer."""
-
-
-def response_options(body: Generation) -> ResponseOptions:
-    options = body.stream_options
-    continuous = bool(options and options.continuous_usage_stats)
-    includes = continuous or bool(options and options.include_usage)
-    returns_ids = bool(body.return_token_ids)
-    return ResponseOptions(body.model, bool(body.stream), includes, continuous, returns_ids)
-
-
 def engine_call(
-    server: ServerState,
-    caller: Tenant,
-    body: Generation,
-    prompts: Any,
-    max_tokens: int | None,
-    logprobs: int | None,
-    use: ToolUse | None = None,
+    server: ServerState, caller: Tenant, body: Generation, prompts: Sequence[Prompt]
 ) -> EngineCall:
     """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
     engine could ever queue. A tenant among others may use half of the queue, but not the last place
@@ -117,30 +90,25 @@ def engine_call(
             code="too_many_answers",
             param="n" if n > 1 else "prompt",
         )
+    place = caller.place(body.cache_salt)
     given = body.engine_options() | {
-        "logprobs": logprobs,
         "adapter": server.adapter(body.model),
+        "mode": body.kvboost.mode or server.settings.mode,
+        "cache_salt": place.salt,
+        "tenant": caller.counts_as,
+        "timeout": server.settings.timeout,
     }
-    format_field = None
-    for field, options in body.formats().items():
-        format_field = field
+    formats = body.formats()
+    for options in formats.values():
         given |= options
     return EngineCall(
-        prompts=prompts,
-        n=n,
-        max_tokens=max_tokens,
-        mode=body.kvboost.mode or server.settings.mode,
-        place=caller.place(body.cache_salt),
-        tenant=caller.counts_as,
-        seed=body.seed,
-        options={name: value for name, value in given.items() if value is not None},
-        explain=body.kvboost.explain,
-        use=use,
-        format_field=format_field,
+        body,
+        prompts,
+        {name: value for name, value in given.items() if value is not None},
+        place,
+        next(iter(formats), None),
         session=body.kvboost.session,
         session_ttl=body.kvboost.session_ttl,
-        truncate=body.truncate_prompt_tokens,
-        add_special_tokens=body.add_special_tokens,
     )
 
 
@@ -171,11 +139,10 @@ async def respond(
     server: ServerState,
     call: EngineCall,
     response_format: ResponseFormat,
-    options: ResponseOptions,
 ) -> Response:
     """Answers a request in one of OpenAI's formats with ``choices``."""
-    writer = ChoicesWriter(server, response_format, options)
-    return await deliver(request, server, call, writer, options.model, stream=options.stream)
+    writer, body = ChoicesWriter(server, response_format, call.body), call.body
+    return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
 
 async def deliver(
@@ -256,11 +223,12 @@ class ChoicesWriter:
     """Writes answers as ``choices``."""
 
     def __init__(
-        self, server: ServerState, response_format: ResponseFormat, options: ResponseOptions
+        self, server: ServerState, response_format: ResponseFormat, body: Generation
     ) -> None:
         self._server = server
         self._format = response_format
-        self._options = options
+        self._body = body
+        self._returns_ids = bool(body.return_token_ids)
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         choices = [await self._whole_choice(choice) for choice in answers.choices]
@@ -273,7 +241,7 @@ class ChoicesWriter:
             choices = [
                 {**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)
             ]
-        head = _head(self._format.id_prefix, self._format.whole_object, self._options.model)
+        head = _head(self._format.id_prefix, self._format.whole_object, self._body.model)
         keep_reports(self._server, head["id"], answers.choices)
         return {
             **head,
@@ -289,23 +257,24 @@ class ChoicesWriter:
         whole = await choice.call.write(self._format.whole, choice)
         if told is not None:
             whole["prompt_logprobs"] = await choice.call.write(prompt_logprobs, decode, told)
-        if self._options.returns_ids:
+        if self._returns_ids:
             whole["token_ids"] = choice.result.token_ids
-            whole["prompt_token_ids"] = choice.prompt_ids
+            whole["prompt_token_ids"] = choice.prompt_ids.tolist()
         return whole
 
     async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
-        server, written, options = self._server, self._format, self._options
-        head = _head(written.id_prefix, written.chunk_object, options.model)
-        if options.include_usage:
+        server, written, body = self._server, self._format, self._body
+        head = _head(written.id_prefix, written.chunk_object, body.model)
+        includes_usage, is_continuous = body.includes_usage, body.has_continuous_usage
+        if includes_usage:
             head["usage"] = None  # in every chunk but the last
         shown = Counter[int]()
         """Token ids that were sent, by the index of the choice."""
 
         def chunk(choice: Choice, given: dict[str, Any], **more: Any) -> bytes:
-            if options.continuous_usage:
+            if is_continuous:
                 more["usage"] = usage(answers)
-            if options.returns_ids:
+            if self._returns_ids:
                 ids = choice.result.token_ids
                 given["token_ids"] = ids[shown[choice.index] :]
                 shown[choice.index] = len(ids)
@@ -314,19 +283,19 @@ class ChoicesWriter:
         def texts(choice: Choice) -> TextEvents:
             return TextEvents(lambda text: {**head, "choices": written.piece(choice, text)})
 
-        is_plain = not (options.continuous_usage or options.returns_ids)
+        is_plain = not (is_continuous or self._returns_ids)
         plain = {
             choice: texts(choice)
             for choice in answers.choices
-            if is_plain and choice.is_plain and choice.call.max_tokens != 0
+            if is_plain and choice.is_plain and body.longest_answer != 0
         }
 
         def opening(choice: Choice) -> bytes:
             given = written.opening(choice)
             if given is None:
                 return b""
-            if options.returns_ids:
-                given["prompt_token_ids"] = choice.prompt_ids
+            if self._returns_ids:
+                given["prompt_token_ids"] = choice.prompt_ids.tolist()
             return chunk(choice, given)
 
         running, unopened = len(answers.choices), {*answers.choices}
@@ -348,9 +317,9 @@ class ChoicesWriter:
                 yield chunk(choice, one)
             if len(answers.choices) > 1:
                 closing["kvboost"] = await describe(server, choice)
-            is_last = not running and not options.include_usage
+            is_last = not running and not includes_usage
             yield chunk(choice, closing, **(await self._reports(answers, head) if is_last else {}))
-        if options.include_usage:
+        if includes_usage:
             more = {"usage": usage(answers), **await self._reports(answers, head)}
             yield event({**head, "choices": [], **more})
         yield DONE

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import fields
-from kvboost.serve.schema.formats import JsonSchema, JsonSchemaFormat, SchemaDetails
+from kvboost.serve.schema.formats import JsonSchema
 from kvboost.serve.schema.generation import ContextManagement, ReuseOptions
 from kvboost.serve.schema.messages import (
     OTHER_PARTS,
@@ -19,16 +20,13 @@ from kvboost.serve.schema.messages import (
     CalledFunction,
     ContentPart,
     DataUrl,
-    Function,
     ImagePart,
     Mark,
     Marked,
     Message,
-    NamedFunction,
-    NamedTool,
     TextPart,
-    Tool,
     ToolName,
+    described_tool,
     make_use,
     marks_of,
     refuse_other_parts,
@@ -306,14 +304,13 @@ class AnthropicTool(Marked):
     eager_input_streaming: bool | None = None
     """Changes nothing: arguments are always sent as they are written."""
 
-    def for_chat(self) -> Tool:
-        function = Function(
-            name=self.name,
+    def described(self) -> dict[str, Any]:
+        return described_tool(
+            self.name,
             description=self.description,
             parameters=self.input_schema,
             strict=self.strict,
         )
-        return Tool(type="function", function=function)
 
 
 class AutoChoice(fields.Body):
@@ -355,6 +352,8 @@ class ThinkingDisabled(fields.Body):
     type: Literal["disabled"]
 
 
+_CHOICES = {"any": "required", "none": "none"}
+"""In OpenAI's words."""
 Thinking = Annotated[
     ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")
 ]
@@ -392,6 +391,7 @@ class CountTokensRequest(fields.Body):
     mcp_servers: None = None
     user_profile_id: None = None
     workspace_id: None = None
+    _use: ToolUse = PrivateAttr(default=ToolUse())
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -402,23 +402,30 @@ class CountTokensRequest(fields.Body):
                 "messages: the beginning of an answer must not end with blanks: the model's next "
                 "token begins with one",
             )
-        make_use(self._tools(), self._choice(), None)
+        named = choice.name if isinstance(choice := self.tool_choice, ToolNameChoice) else None
+        self._use = make_use(
+            [tool.described() for tool in self.tools or ()],
+            None if choice is None else _CHOICES.get(choice.type),
+            named,
+            not getattr(choice, "disable_parallel_tool_use", None),
+        )
         return self
 
-    def for_chat(self) -> ChatRequest:
-        """The same as a chat request."""
-        thinks = isinstance(self.thinking, (ThinkingEnabled, ThinkingAdaptive))
-        return ChatRequest(
+    def for_chat(self, **more: Any) -> ChatRequest:
+        """The same as a chat request, with ``more`` fields."""
+        output = self.output_config or OutputConfig()
+        return ChatRequest.translated(
+            self._use,
             model=self.model,
-            messages=[*self._system(), *self._turns()],
+            messages=[*self._system(), *(turn for one in self.messages for turn in one.for_chat())],
             continue_final_message=self.messages[-1].role == "assistant",
-            reasoning_effort=None if self.output_config is None else self.output_config.effort,
-            tools=self._tools() or None,
-            tool_choice=self._choice(),
-            parallel_tool_calls=self._is_parallel(),
-            response_format=self._format(),
+            reasoning_effort=output.effort,
+            guided_json=None if output.format is None else output.format.schema_,
             context_management=self.context_management,
-            chat_template_kwargs={"enable_thinking": thinks},
+            chat_template_kwargs={
+                "enable_thinking": isinstance(self.thinking, (ThinkingEnabled, ThinkingAdaptive))
+            },
+            **more,
         )
 
     def marks(self) -> list[Mark]:
@@ -434,33 +441,6 @@ class CountTokensRequest(fields.Body):
 
     def _system(self) -> list[Message]:
         return [] if self.system is None else [Message(role="system", content=text_of(self.system))]
-
-    def _turns(self) -> list[Message]:
-        return [turn for message in self.messages for turn in message.for_chat()]
-
-    def _tools(self) -> list[Tool]:
-        return [tool.for_chat() for tool in self.tools or ()]
-
-    def _choice(self) -> Any:
-        match self.tool_choice:
-            case AnyChoice():
-                return "required"
-            case ToolNameChoice(name=name):
-                return NamedTool(type="function", function=NamedFunction(name=name))
-            case NoChoice():
-                return "none"
-            case _:
-                return None
-
-    def _is_parallel(self) -> bool:
-        choice = self.tool_choice
-        return choice is None or not getattr(choice, "disable_parallel_tool_use", None)
-
-    def _format(self) -> JsonSchemaFormat | None:
-        if self.output_config is None or (chosen := self.output_config.format) is None:
-            return None
-        details = SchemaDetails(schema=chosen.schema_)
-        return JsonSchemaFormat(type="json_schema", json_schema=details)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -485,19 +465,7 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: None = None
     thread: None = None
 
-    def for_chat(self) -> ChatRequest:
-        return (
-            super()
-            .for_chat()
-            .model_copy(
-                update={
-                    "max_tokens": self.max_tokens,
-                    "stop": self.stop_sequences,
-                    "temperature": self.temperature,
-                    "top_p": self.top_p,
-                    "top_k": self.top_k,
-                    "cache_salt": self.cache_salt,
-                    "kvboost": self.kvboost,
-                }
-            )
-        )
+    def for_chat(self, **more: Any) -> ChatRequest:
+        same = ("max_tokens", "temperature", "top_p", "top_k", "cache_salt", "kvboost")
+        given = {name: getattr(self, name) for name in same}
+        return super().for_chat(**given, stop=self.stop_sequences, **more)

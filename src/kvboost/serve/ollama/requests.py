@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import fields
 from kvboost.serve.schema.formats import JsonSchema
 from kvboost.serve.schema.generation import RepetitionPenalty, ReuseOptions, Stop
@@ -156,14 +157,14 @@ class Asked(Kept):
     logprobs: bool | None = None
     top_logprobs: fields.Logprobs | None = None
     """Changes nothing without ``logprobs``."""
+    _use: ToolUse = PrivateAttr(default=ToolUse())
     # Not in Ollama's API.
     cache_salt: fields.ShortText = ""
     kvboost: ReuseOptions = ReuseOptions()
 
-    def chat_request(
-        self, model: str, messages: list[Message], context: int | None, **more: Any
-    ) -> ChatRequest:
-        return ChatRequest(
+    def chat_request(self, model: str, messages: list[Message], context: int | None) -> ChatRequest:
+        return ChatRequest.translated(
+            self._use,
             messages=messages,
             continue_final_message=messages[-1].role == "assistant" and not messages[-1].tool_calls,
             enable_thinking=None if self.think is None else self.think is not False,
@@ -172,7 +173,6 @@ class Asked(Kept):
             top_logprobs=self.top_logprobs if self.logprobs else None,
             max_tokens=self.options.max_tokens(context),
             **self.shared(model),
-            **more,
         )
 
     def shared(self, model: str) -> dict[str, Any]:
@@ -198,12 +198,13 @@ class OllamaChat(Asked):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        make_use(self.tools, None, None)
+        tools = [tool.described() for tool in self.tools or ()]
+        self._use = make_use(tools, None, None, None)
         return self
 
     def for_chat(self, model: str, context: int | None) -> ChatRequest:
         messages = [message.for_chat() for message in self.messages]
-        return self.chat_request(model, messages, context, tools=self.tools or None)
+        return self.chat_request(model, messages, context)
 
 
 class OllamaGenerate(Asked):

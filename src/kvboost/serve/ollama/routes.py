@@ -59,7 +59,8 @@ async def chat(body: OllamaChat, request: Request, server: Server, caller: Calle
     """Answers a conversation in the model's chat template, like Ollama's API."""
 
     def call(model: str) -> EngineCall:
-        return chat_call(server, caller, body.for_chat(model, server.engine.context_length))
+        chat = body.for_chat(model, server.engine.context_length)
+        return chat_call(server, caller, chat, "format")
 
     writer = OllamaWriter(server, body.model, is_chat=True)
     return await _answer(request, server, body, writer, call if body.messages else None)
@@ -74,9 +75,10 @@ async def generate(
     def call(model: str) -> EngineCall:
         context = server.engine.context_length
         if not body.is_completion:
-            return chat_call(server, caller, body.for_chat(model, context))
+            return chat_call(server, caller, body.for_chat(model, context), "format")
         limit = body.options.max_tokens(context) or server.settings.default_max_tokens
-        return completion_call(server, caller, body.for_completion(model, limit))
+        call = completion_call(server, caller, body.for_completion(model, limit))
+        return replace(call, format_field=call.format_field and "format")
 
     writer = OllamaWriter(server, body.model, is_chat=False)
     return await _answer(request, server, body, writer, call if body.prompt else None)
@@ -147,8 +149,6 @@ async def _answer(
         return JSONResponse(writer.loaded())
     caller: Tenant = request.state.tenant
     asked = await server.workers.parse(caller.counts_as, request.state.body_size, call, model)
-    if asked.format_field is not None:
-        asked = replace(asked, format_field="format")
     return await deliver(
         request, server, asked, writer, model, stream=body.stream, media_type=_NDJSON
     )

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
 
+from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.schema import fields
 from kvboost.serve.schema.formats import (
     JsonObjectFormat,
     JsonSchema,
-    JsonSchemaFormat,
-    ResponseFormat,
     SchemaDetails,
     TextFormat,
 )
 from kvboost.serve.schema.generation import ReuseOptions, needs
 from kvboost.serve.schema.messages import (
-    Function,
     Message,
-    NamedFunction,
-    NamedTool,
     Retention,
-    Tool,
     ToolName,
+    described_tool,
     make_use,
 )
 from kvboost.serve.schema.requests import ChatRequest
@@ -40,14 +36,8 @@ class FunctionTool(fields.Body):
     parameters: JsonSchema | None = None
     strict: bool | None = None
 
-    def for_chat(self) -> Tool:
-        function = Function(
-            name=self.name,
-            description=self.description,
-            parameters=self.parameters,
-            strict=self.strict,
-        )
-        return Tool(type="function", function=function)
+    def described(self) -> dict[str, Any]:
+        return described_tool(**self.model_dump(exclude={"type"}))
 
 
 class NamedFunctionTool(fields.Body):
@@ -110,6 +100,13 @@ Included = Literal[
 there are no built-in tools, and images are in the conversation as they were sent."""
 
 
+_SAME = (
+    *("model", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("ignore_eos", "prompt_cache_key", "prompt_cache_retention", "cache_salt", "kvboost"),
+)
+"""The fields that a chat request has, too."""
+
+
 class ResponseRequest(fields.Body):
     """A request of the Responses API."""
 
@@ -162,12 +159,20 @@ class ResponseRequest(fields.Body):
     conversation: None = None
     prompt: None = None
     top_logprobs: None = None
+    _use: ToolUse = PrivateAttr(default=ToolUse())
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fields.goes_with("stream_options", "stream_options goes with stream=true")
-        make_use(self._tools(), self._tool_choice(), self.parallel_tool_calls)
+        choice = self.tool_choice
+        word, named = (choice, None) if isinstance(choice, str) else (None, choice)
+        self._use = make_use(
+            [tool.described() for tool in self.tools or ()],
+            word,
+            None if named is None else named.name,
+            self.parallel_tool_calls,
+        )
         return self
 
     def new_messages(self) -> list[Message]:
@@ -181,42 +186,15 @@ class ResponseRequest(fields.Body):
         first, and are no part of the conversation."""
         system = self.instructions
         first = [] if system is None else [Message(role="system", content=system)]
-        return ChatRequest(
-            model=self.model,
+        chosen = self.text and self.text.format
+        wanted = None
+        if isinstance(chosen, SchemaFormat | JsonObjectFormat):
+            wanted = chosen.schema_ if isinstance(chosen, SchemaFormat) else {"type": "object"}
+        return ChatRequest.translated(
+            self._use,
             messages=[*first, *messages],
-            tools=self._tools() or None,
-            tool_choice=self._tool_choice(),
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=self._format(),
+            guided_json=wanted,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            chat_template_kwargs=self.chat_template_kwargs,
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-            prompt_cache_key=self.prompt_cache_key,
-            prompt_cache_retention=self.prompt_cache_retention,
-            cache_salt=self.cache_salt,
-            kvboost=self.kvboost,
+            **{name: getattr(self, name) for name in _SAME},
         )
-
-    def _tools(self) -> list[Tool]:
-        return [tool.for_chat() for tool in self.tools or ()]
-
-    def _tool_choice(self) -> Any:
-        if isinstance(choice := self.tool_choice, NamedFunctionTool):
-            return NamedTool(type="function", function=NamedFunction(name=choice.name))
-        return choice
-
-    def _format(self) -> ResponseFormat | None:
-        match self.text and self.text.format:
-            case SchemaFormat() as chosen:
-                details = SchemaDetails(name=chosen.name, schema=chosen.schema_)
-                return JsonSchemaFormat(type="json_schema", json_schema=details)
-            case TextFormat() | JsonObjectFormat() as chosen:
-                return chosen
-            case _:
-                return None

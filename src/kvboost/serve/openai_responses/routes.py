@@ -50,7 +50,11 @@ async def create_response(
         asked = await workers.tokenize(
             caller.counts_as, size, _fitting, server, caller, body, messages
         )
-    call = await workers.parse(caller.counts_as, size, _call, server, caller, body, asked)
+
+    def make() -> EngineCall:
+        return chat_call(server, caller, body.for_chat(asked), "text.format")
+
+    call = await workers.parse(caller.counts_as, size, make)
     call = replace(call, size=call.size + known)
     writer = ResponseWriter(server, caller.owner, body, messages)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
@@ -87,16 +91,6 @@ def _fitting(
 
     first = bisect_left(starts, True, hi=len(starts) - 1, key=fits)
     return messages[starts[first] :]
-
-
-def _call(
-    server: ServerState, caller: Tenant, body: ResponseRequest, messages: list[Message]
-) -> EngineCall:
-    """What a request asks of the engine. For a thread if it is large."""
-    call = chat_call(server, caller, body.for_chat(messages))
-    if call.format_field is not None:
-        call = replace(call, format_field="text.format")
-    return call
 
 
 @router.get(

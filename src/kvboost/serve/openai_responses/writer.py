@@ -183,10 +183,10 @@ class ResponseWriter:
         size = stored_size(response, messages)
         stored = StoredResponse(response, tuple(messages), len(self._messages), size)
         self._server.stored_responses.add(self._tenant, stored)
-        ids = [*choice.prompt_ids, *choice.result.token_ids]
+        ids = choice.conversation_ids
         seconds = self._server.settings.stored_response_seconds
         call = choice.call
-        self._server.kept_kv.keep(response["id"], ids, call.salt, seconds, call.adapter)
+        self._server.kept_kv.keep(response["id"], ids, call.place.salt, seconds, call.adapter)
 
     async def _usage(self, choice: Choice) -> dict[str, Any]:
         engine, result = self._server.engine, choice.result
@@ -195,7 +195,7 @@ class ResponseWriter:
         thought = 0
         if reasoning:
             ids = await self._server.workers.tokenize(
-                choice.call.tenant, len(reasoning), engine.encode, reasoning
+                choice.call.options["tenant"], len(reasoning), engine.encode, reasoning
             )
             thought = min(answer, len(ids))
         return {

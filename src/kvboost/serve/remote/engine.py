@@ -105,8 +105,8 @@ class RemoteEngine:
         ids: list[int] = found.tolist()
         return ids
 
-    def read(self, prompt: Prompt) -> ReadPrompt:
-        return self._prompts.read_whole(prompt)
+    def read(self, prompt: Prompt, *, add_special_tokens: bool = True) -> ReadPrompt:
+        return self._prompts.read_whole(prompt, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
@@ -118,7 +118,7 @@ class RemoteEngine:
     def render(self, conversation: Conversation) -> str:
         return self._prompts.render(conversation)
 
-    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+    def locate(self, text: str, token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
         return self._prompts.locate(text, token_ids)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:

@@ -222,11 +222,11 @@ class Host:
         self._pipe.send(wire.Reply(call.number, wire.packed(None), to_wire(error)))
 
 
-def _prompt_of(ask: wire.Ask) -> TokenIds | ReadPrompt:
-    """The prompt of a message, with its images if it has any."""
+def _prompt_of(ask: wire.Ask) -> ReadPrompt:
+    """The prompt of a message, which the API process has checked."""
     ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
     if not ask.images:
-        return ids
+        return ReadPrompt(ids)
     placed = tuple(
         PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
         for one in ask.images

@@ -171,10 +171,10 @@ ToApi = Step | Accepted | Refused | Reply | Adapters | Failed | Reload | Stop
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, or a set, as Python's own. What explains a report stays here."""
+    """Numbers of numpy's, or a set, as Python's own. What explains a report stays here."""
     if callable(value):
         return None
-    return list(value) if isinstance(value, (set, frozenset)) else value.item()
+    return list(value) if isinstance(value, (set, frozenset)) else value.tolist()
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

@@ -120,7 +120,7 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
             if name in call.options
         }
         ids = encode(engine, call.prompts[0])
-        found = engine.plan(ids, call.mode, cache_salt=call.salt, **options)
+        found = engine.plan(ids, call.mode, cache_salt=call.place.salt, **options)
         return {
             "mode": call.mode,
             "strategy": server.strategy(options.get("recompute_strategy")),

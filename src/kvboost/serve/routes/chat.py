@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -19,14 +20,15 @@ from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.answers.marks import find_kept
 from kvboost.serve.answers.prompts import encode, refuse_long_text, refuse_many_documents, texts_of
-from kvboost.serve.answers.responses import engine_call, respond, response_options
+from kvboost.serve.answers.responses import engine_call, respond
+from kvboost.serve.anthropic.requests import CountTokensRequest
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
 from kvboost.serve.http.openapi import errors, streamed
 from kvboost.serve.schema import replies
-from kvboost.serve.schema.messages import Mark
 from kvboost.serve.schema.requests import ChatRequest
 from kvboost.serve.server import Caller, Server, ServerState
+from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.prompt import Conversation, Prompt, has_images
 
 router = APIRouter(route_class=BodyRoute)
@@ -47,40 +49,41 @@ async def create_chat_completion(
     body: ChatRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
     """Answers a conversation in the model's chat template, like OpenAI's API."""
+    call = await conversation_call(
+        request, server, caller, partial(chat_call, server, caller, body), body
+    )
+    return await respond(request, server, call, ChatFormat())
+
+
+async def conversation_call(
+    request: Request,
+    server: ServerState,
+    caller: Tenant,
+    make: Callable[[], EngineCall],
+    body: ChatRequest | CountTokensRequest,
+) -> EngineCall:
+    """What ``make`` gives, in a thread if ``body`` is large or asks for edits, with the beginnings
+    that the body marks."""
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
-    call = await work(caller.counts_as, size, chat_call, server, caller, body)
-    call = await keep_marked(server, call, body.marks(), size)
-    return await respond(request, server, call, ChatFormat(), response_options(body))
+    call = await work(caller.counts_as, size, make)
+
+    def tokenize(prompt: Prompt) -> Awaitable[TokenIds]:
+        return server.workers.tokenize(caller.counts_as, size, encode, server.engine, prompt)
+
+    return replace(call, kept=await find_kept(call.prompts, body.marks(), tokenize))
 
 
-async def keep_marked(
-    server: ServerState, call: EngineCall, marks: Sequence[Mark], size: int
+def chat_call(
+    server: ServerState, caller: Tenant, body: ChatRequest, format_field: str | None = None
 ) -> EngineCall:
-    """``call``, with the beginnings of its conversation of about ``size`` characters that ``marks``
-    keep."""
-
-    def tokenize(prompt: Prompt) -> Awaitable[list[int]]:
-        return server.workers.tokenize(call.tenant, size, encode, server.engine, prompt)
-
-    return replace(call, kept=await find_kept(call.prompts, marks, tokenize))
-
-
-def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
-    """What a chat request asks of the engine. For a thread if the request is large."""
-    limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    """What a chat request asks of the engine. For a thread if the request is large. In another API,
+    ``format_field`` asks for a format."""
     prompt = chat_prompt(server, caller, body)
-    call = engine_call(
-        server,
-        caller,
-        body,
-        [prompt.conversation],
-        min(limits, default=None),
-        (body.top_logprobs or 0) if body.logprobs else None,
-        body.tool_use(),
-    )
+    call = engine_call(server, caller, body, [prompt.conversation])
     return replace(
         _retained(server, call, body, prompt.conversation),
+        format_field=call.format_field and (format_field or call.format_field),
         documents=prompt.documents,
         size=sum(map(len, prompt.documents)),
         applied_edits=prompt.applied_edits,
@@ -128,7 +131,7 @@ def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> ChatP
     texts = iter(documents)
     conversation = Conversation(
         [message.for_template(texts) for message in body.messages],
-        [_for_template(tool) for tool in body.tool_use().offered],
+        [_for_template(tool) for tool in body.use.offered],
         body.template_options(),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import ShownToken, completion_logprobs, prompt_tokens
 from kvboost.serve.answers.reports import Decode
-from kvboost.serve.answers.responses import engine_call, respond, response_options
+from kvboost.serve.answers.responses import engine_call, respond
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
 from kvboost.serve.http.openapi import errors, streamed
@@ -20,8 +20,6 @@ from kvboost.serve.schema.requests import CompletionRequest
 from kvboost.serve.server import Caller, Server, ServerState
 
 router = APIRouter(route_class=BodyRoute)
-
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @router.post(
@@ -36,13 +34,11 @@ async def create_completion(
     """Continues one or several prompts, text or token ids, like OpenAI's API."""
     call = completion_call(server, caller, body)
     response_format = CompletionFormat(server.engine.decode if body.echo else None, call)
-    return await respond(request, server, call, response_format, response_options(body))
+    return await respond(request, server, call, response_format)
 
 
 def completion_call(server: ServerState, caller: Tenant, body: CompletionRequest) -> EngineCall:
-    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    call = engine_call(server, caller, body, body.prompts(), limit, body.logprobs)
-    return replace(call, suffix=body.suffix)
+    return replace(engine_call(server, caller, body, body.prompts()), suffix=body.suffix)
 
 
 class CompletionFormat:
@@ -54,7 +50,7 @@ class CompletionFormat:
     def __init__(self, echo: Decode | None, call: EngineCall) -> None:
         """With ``echo``, the text of an answer begins with its prompt."""
         self._echo = echo
-        self._has_answer = call.max_tokens != 0
+        self._has_answer = call.body.longest_answer != 0
         self._has_logprobs = call.options.get("logprobs") is not None
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
@@ -85,12 +81,14 @@ class CompletionFormat:
         if self._echo is None:
             return ""
         prompt = choice.call.prompts[choice.index // choice.call.n]
-        return prompt if isinstance(prompt, str) else self._echo(choice.prompt_ids)
+        return prompt if isinstance(prompt, str) else self._echo(choice.prompt_ids.tolist())
 
     def _prompt_tokens(self, choice: Choice) -> list[ShownToken] | None:
         if self._echo is None or not self._has_logprobs:
             return None
-        return prompt_tokens(self._echo, choice.prompt_ids, choice.result.prompt_logprobs or ())
+        return prompt_tokens(
+            self._echo, choice.prompt_ids.tolist(), choice.result.prompt_logprobs or ()
+        )
 
 
 def _chunk(choice: Choice, text: str, tokens: list[ShownToken] | None = None) -> dict[str, Any]:

@@ -35,11 +35,12 @@ async def tokenize(
             ids = encode(engine, prompt, add_special_tokens=body.add_special_tokens)
         else:
             ids = encode(engine, body.prompt, add_special_tokens=body.add_special_tokens)
-        texts = [engine.decode([one]) for one in ids] if body.return_token_strs else None
+        tokens: list[int] = ids.tolist()
+        texts = [engine.decode([one]) for one in tokens] if body.return_token_strs else None
         return {
             "count": len(ids),
             "max_model_len": engine.context_length,
-            "tokens": ids,
+            "tokens": tokens,
             "token_strs": texts,
         }
 

@@ -100,6 +100,19 @@ ResponseFormat = Annotated[
 ]
 
 
+_BY_NAME = {"regex": "regex", "choice": "choice", "grammar": "grammar"}
+_OPTIONS = {
+    "guided_json": "schema",
+    **{f"guided_{name}": name for name in _BY_NAME},
+    "json_schema": "schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""The fields that ask for a format, and the option of the engine that each is."""
+_ATTRIBUTES = {"json": "json_"}
+
+
 class StructuredOutputs(fields.Body):
     """vLLM's object; one of its fields."""
 
@@ -111,18 +124,10 @@ class StructuredOutputs(fields.Body):
     json_object: bool | None = None
 
     def formats(self) -> dict[str, dict[str, Any]]:
-        return _given(
-            {
-                "structured_outputs.json": ("schema", self.json_),
-                "structured_outputs.regex": ("regex", self.regex),
-                "structured_outputs.choice": ("choice", self.choice),
-                "structured_outputs.grammar": ("grammar", self.grammar),
-                "structured_outputs.json_object": (
-                    "schema",
-                    {"type": "object"} if self.json_object else None,
-                ),
-            }
-        )
+        given = _given(self, {"json": "schema", **_BY_NAME}, "structured_outputs.")
+        if self.json_object:
+            given["structured_outputs.json_object"] = {"schema": {"type": "object"}}
+        return given
 
 
 class Formats(fields.Body):
@@ -142,18 +147,7 @@ class Formats(fields.Body):
 
     def formats(self) -> dict[str, dict[str, Any]]:
         """The formats that are asked for, by field, as options of the engine."""
-        own = _given(
-            {
-                "guided_json": ("schema", self.guided_json),
-                "guided_regex": ("regex", self.guided_regex),
-                "guided_choice": ("choice", self.guided_choice),
-                "guided_grammar": ("grammar", self.guided_grammar),
-                "json_schema": ("schema", self.json_schema),
-                "regex": ("regex", self.regex),
-                "ebnf": ("grammar", self.ebnf),
-                "grammar": ("grammar", self.grammar),
-            }
-        )
+        own = _given(self, _OPTIONS)
         return own if self.structured_outputs is None else own | self.structured_outputs.formats()
 
     @model_validator(mode="after")
@@ -177,7 +171,13 @@ def response_options(chosen: Any) -> dict[str, dict[str, Any]]:
             return {}
 
 
-def _given(formats: dict[str, tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+def _given(
+    body: fields.Body, options: dict[str, str], prefix: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Those of ``options`` whose field is given, by field."""
+    values = {field: getattr(body, _ATTRIBUTES.get(field, field)) for field in options}
     return {
-        field: {option: value} for field, (option, value) in formats.items() if value is not None
+        f"{prefix}{field}": {options[field]: value}
+        for field, value in values.items()
+        if value is not None
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 
 from kvboost.chat.context_edits import THINKING, TOOL_USES, read_edits
+from kvboost.chat.tool_use import ToolUse
 from kvboost.errors import ConfigError
 from kvboost.serve.schema import fields
 from kvboost.serve.schema.formats import Formats
@@ -118,15 +119,21 @@ class ReuseOptions(fields.OwnBody):
             raise fields.goes_with("session_ttl", "session_ttl goes with session")
         return self
 
-    def engine_options(self) -> dict[str, Any]:
-        return {
-            "recompute_strategy": self.strategy,
-            "recompute_ratio": self.ratio,
-            "reuse_moved": self.reuse_moved,
-            "heal": self.heal,
-            "exactness": self.exactness,
-            "speculate": self.speculate,
-        }
+
+_REUSE = {
+    "recompute_strategy": "strategy",
+    "recompute_ratio": "ratio",
+    **{name: name for name in ("reuse_moved", "heal", "exactness", "speculate")},
+}
+"""Options of the engine, and the fields of ``kvboost`` that they are."""
+_SAMPLING = {
+    **{name: name for name in ("top_p", "min_p", "stop", "stop_token_ids", "ignore_eos")},
+    **{name: name for name in ("bad_words", "allowed_token_ids", "skip_special_tokens")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "prompt_logprobs")},
+    "include_stop": "include_stop_str_in_output",
+    "min_new_tokens": "min_tokens",
+}
+"""The same for fields of the body."""
 
 
 class StreamOptions(fields.Body):
@@ -202,22 +209,31 @@ class Generation(Formats):
         """The engine's options, apart from formats; None where a field is not given."""
         bias, penalty = self.logit_bias, self.repetition_penalty
         return {
+            **{option: getattr(self, field) for option, field in _SAMPLING.items()},
+            **{option: getattr(self.kvboost, field) for option, field in _REUSE.items()},
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(0, self.top_k),
-            "min_p": self.min_p,
             "repetition_penalty": self.repeat_penalty if penalty is None else penalty,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "include_stop": self.include_stop_str_in_output,
-            "ignore_eos": self.ignore_eos,
-            "min_new_tokens": self.min_tokens,
-            "bad_words": self.bad_words,
-            "allowed_token_ids": self.allowed_token_ids,
-            "skip_special_tokens": self.skip_special_tokens,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "logit_bias": None if bias is None else {int(key): bias[key] for key in bias},
-            "prompt_logprobs": self.prompt_logprobs,
-            **self.kvboost.engine_options(),
         }
+
+    @property
+    def longest_answer(self) -> int | None:
+        """The most tokens of an answer; None: the server's default."""
+        return self.max_tokens
+
+    @property
+    def use(self) -> ToolUse | None:
+        """What it says about tools; None if it is no conversation."""
+        return None
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        options = self.stream_options
+        return self.has_continuous_usage or bool(options and options.include_usage)

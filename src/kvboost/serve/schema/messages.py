@@ -126,9 +126,8 @@ class Tool(Marked):
     type: Literal["function"]
     function: Function
 
-    def as_given(self) -> dict[str, Any]:
-        """As chat templates and grammars expect it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+    def described(self) -> dict[str, Any]:
+        return described_tool(**dict(self.function))
 
 
 class NamedFunction(fields.Body):
@@ -160,24 +159,28 @@ ToolChoice = Annotated[
 ]
 
 
-def make_use(tools: list[Tool] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """What a request says about tools. Raises a validation error if it contradicts itself."""
-    names = [tool.function.name for tool in tools or ()]
+def described_tool(name: str, **function: Any) -> dict[str, Any]:
+    """A tool as chat templates and grammars expect it, of what is given about its function."""
+    given = {field: value for field, value in function.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def make_use(
+    tools: Sequence[dict[str, Any]], choice: str | None, named: str | None, parallel: bool | None
+) -> ToolUse:
+    """What a request says about ``tools``: its ``choice``, or the one that must be called. Raises a
+    validation error if it contradicts itself."""
+    names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise fields.goes_with("tools", "tools: two of them have the same name")
-    if not tools and choice not in (None, "none", "auto"):
+    if not tools and (named is not None or choice not in (None, "none", "auto")):
         raise fields.goes_with("tool_choice", "tool_choice goes with tools")
-    named = choice.function.name if isinstance(choice, NamedTool) else None
     if named is not None and named not in names:
         raise fields.goes_with(
             "tool_choice", f"tool_choice: there is no tool {named}; there is {', '.join(names)}"
         )
-    return ToolUse(
-        [tool.as_given() for tool in tools or ()],
-        "required" if named is not None else choice or "auto",
-        named,
-        parallel is not False,
-    )
+    chosen = "required" if named is not None else choice or "auto"
+    return ToolUse(tools, chosen, named, parallel is not False)
 
 
 OTHER_PARTS = {

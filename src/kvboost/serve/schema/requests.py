@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import fields
@@ -27,6 +27,8 @@ from kvboost.serve.schema.messages import (
     make_use,
     marks_of,
 )
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, of a completion
 
 
 class ChatRequest(Generation):
@@ -75,10 +77,16 @@ class ChatRequest(Generation):
     function_call: None = None
     functions: None = None
     web_search_options: None = None
-    _tool_use: ToolUse | None = PrivateAttr(default=None)
+    _use: ToolUse | None = PrivateAttr(default=None)
+
+    @classmethod
+    def translated(cls, use: ToolUse, **given: Any) -> Self:
+        """A request of another API, whose tools have been checked. Raises ValidationError if it
+        has more than a chat request may have."""
+        return cls.model_validate(given, context=use)
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_together(self, info: ValidationInfo) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise fields.goes_with("top_logprobs", "top_logprobs goes with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt:
@@ -91,13 +99,32 @@ class ChatRequest(Generation):
                 "continue_final_message",
                 "continue_final_message needs a last message of the assistant's",
             )
-        self.tool_use()
+        if isinstance(info.context, ToolUse):
+            self._use = info.context
+        elif self._use is None:  # pydantic checks again what becomes part of another object
+            choice = self.tool_choice
+            word, named = (choice, None) if isinstance(choice, str) else (None, choice)
+            self._use = make_use(
+                [tool.described() for tool in self.tools or ()],
+                word,
+                None if named is None else named.function.name,
+                self.parallel_tool_calls,
+            )
         return self
 
-    def tool_use(self) -> ToolUse:
-        if self._tool_use is None:  # describing tools takes a while, and several ask for it
-            self._tool_use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        return self._tool_use
+    @property
+    def use(self) -> ToolUse:
+        assert self._use is not None
+        return self._use
+
+    @property
+    def longest_answer(self) -> int | None:
+        limits = (self.max_completion_tokens, self.max_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def engine_options(self) -> dict[str, Any]:
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        return {**super().engine_options(), "logprobs": top}
 
     def formats(self) -> dict[str, dict[str, Any]]:
         return response_options(self.response_format) | super().formats()
@@ -179,10 +206,14 @@ class CompletionRequest(Generation):
         return response_options(self.response_format) | super().formats()
 
     def engine_options(self) -> dict[str, Any]:
-        options = super().engine_options()
+        options = {**super().engine_options(), "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             options["prompt_logprobs"] = self.logprobs
         return options
+
+    @property
+    def longest_answer(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Sequence[str | list[int]]:
         prompts: Sequence[str | list[int]] = fields.as_prompts(self.prompt)
