@@ -70,15 +70,15 @@ class Embedder:
                     f"{self.max_tokens:,}: "
                     "split it, or set truncate_prompt_tokens to -1 (in Ollama's API: truncate to "
                     "true)",
-                    code="context_length_exceeded",
-                    param="input",
+                    "context_length_exceeded",
+                    "input",
                 )
             if max(ids) >= self.vocab_size:
                 raise ApiError(
                     400,
                     f"input {number} has token id {max(ids):,}; the model has {self.vocab_size:,}",
-                    code="invalid_value",
-                    param="input",
+                    "invalid_value",
+                    "input",
                 )
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:

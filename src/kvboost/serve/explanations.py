@@ -57,8 +57,8 @@ class Explanations:
                 404,
                 f"there is no answer {shown(answer_id)} of this key; the last {MOST_ANSWERS} that "
                 "have ended can be explained, by the id that they have",
-                code="answer_not_found",
-                param="answer_id",
+                "answer_not_found",
+                "answer_id",
             )
         return found
 

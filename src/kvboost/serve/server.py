@@ -115,12 +115,8 @@ class ServerState:
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError 400 if the model has no such token."""
         if ids and max(ids) >= self.engine.vocab_size:
-            raise ApiError(
-                400,
-                f"{param} has token id {max(ids):,}; the model has {self.engine.vocab_size:,}",
-                code="invalid_value",
-                param=param,
-            )
+            said = f"{param} has token id {max(ids):,}; the model has {self.engine.vocab_size:,}"
+            raise ApiError(400, said, "invalid_value", param)
 
     def strategy(self, chosen: str | None) -> str:
         return chosen or self.engine.config.recompute_strategy
@@ -144,12 +140,8 @@ Caller = Annotated[Tenant, Depends(_caller)]
 
 def _check_name(name: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        raise ApiError(
-            404,
-            f"there is no model {name[:80]!r} here; there is {', '.join(names)}",
-            code="model_not_found",
-            param="model",
-        )
+        said = f"there is no model {name[:80]!r} here; there is {', '.join(names)}"
+        raise ApiError(404, said, "model_not_found", "model")
 
 
 def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:

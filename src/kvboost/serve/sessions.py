@@ -136,8 +136,8 @@ class Sessions:
                 404,
                 f"there is no session {shown(session_id)} under this key and cache_salt; it may "
                 "have expired",
-                code="session_not_found",
-                param="session_id",
+                "session_not_found",
+                "session_id",
             )
         return found
 

@@ -304,8 +304,8 @@ def _unsupported(error: StructuredOutputError, call: EngineCall) -> ApiError:
     return ApiError(
         400,
         str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
-        code="unsupported_format",
-        param=field,
+        "unsupported_format",
+        field,
     )
 
 

@@ -77,7 +77,7 @@ def read(
         try:
             prompt = engine.infill(before, after)
         except PromptError as error:
-            raise ApiError(400, str(error), code="unsupported_field", param="suffix") from None
+            raise ApiError(400, str(error), "unsupported_field", "suffix") from None
     found = engine.read(prompt, add_special_tokens=special)
     if truncate is not None:
         found = ReadPrompt(found.token_ids[-truncate:])
@@ -87,12 +87,8 @@ def read(
 def _with_images(engine: KVBoost, prompt: Conversation, truncate: int | None) -> ReadPrompt:
     """A conversation with images, which cannot be cut."""
     if truncate is not None:
-        raise ApiError(
-            400,
-            "truncate_prompt_tokens does not go with images: they would be cut",
-            code="invalid_value",
-            param="truncate_prompt_tokens",
-        )
+        said = "truncate_prompt_tokens does not go with images: they would be cut"
+        raise ApiError(400, said, "invalid_value", "truncate_prompt_tokens")
     return _fitting(engine.read(prompt), engine.context_length)
 
 
@@ -145,8 +141,8 @@ def refuse_many_documents(engine: KVBoost, documents: Sequence[Document], most_b
             413,
             f"the prompt refers to {len(documents):,} documents with {size:,} bytes; at most "
             f"{most_bytes:,} bytes are allowed, as in a body",
-            code="prompt_too_large",
-            param="messages",
+            "prompt_too_large",
+            "messages",
         )
 
 

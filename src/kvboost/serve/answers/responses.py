@@ -87,8 +87,8 @@ def engine_call(
             400,
             f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server allows "
             f"{limit} at a time",
-            code="too_many_answers",
-            param="n" if n > 1 else "prompt",
+            "too_many_answers",
+            "n" if n > 1 else "prompt",
         )
     place = caller.place(body.cache_salt)
     given = body.engine_options() | {

@@ -83,14 +83,11 @@ async def read(
     unless these need not say it."""
     body = await receive_body(request, settings)
     if not body:
-        raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
+        raise ApiError(400, "the request has no body; send JSON", "invalid_json")
     kind = request.headers.get("content-type", "")
     if needs_json_type and not _is_json(kind):
-        raise ApiError(
-            415,
-            f"the body must be JSON, not {kind[:80]!r}: send 'Content-Type: application/json'",
-            code="not_json",
-        )
+        said = f"the body must be JSON, not {kind[:80]!r}: send 'Content-Type: application/json'"
+        raise ApiError(415, said, "not_json")
     return body
 
 
@@ -100,13 +97,8 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     try:
         return await within(settings.body_seconds, _receive(request, settings))
     except TimeoutError:
-        raise ApiError(
-            408,
-            f"the body did not arrive within {settings.body_seconds:g} s",
-            kind="timeout_error",
-            code="body_timeout",
-            headers={"connection": "close"},
-        ) from None
+        said = f"the body did not arrive within {settings.body_seconds:g} s"
+        raise ApiError(408, said, "body_timeout", headers={"connection": "close"}) from None
 
 
 async def _receive(request: Request, settings: ServerSettings) -> bytes:
@@ -137,12 +129,8 @@ async def _too_large(
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
     has = "more" if size is None else f"{size:,} bytes"
-    return ApiError(
-        413,
-        f"the body has {has}; at most {settings.max_body_bytes:,} bytes are allowed",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
+    said = f"the body has {has}; at most {settings.max_body_bytes:,} bytes are allowed"
+    return ApiError(413, said, "body_too_large", headers={"connection": "close"})
 
 
 async def _discard(receive: Receive) -> None:
@@ -167,11 +155,11 @@ def parse(adapter: TypeAdapter[Any], body: bytes, context: BodyContext | None = 
     try:
         context.budget.take_body(body)
     except JsonTextError as error:
-        raise ApiError(400, f"the body: {error}", code="too_many_values") from None
+        raise ApiError(400, f"the body: {error}", "too_many_values") from None
     try:
         value = parse_json(body)
     except JsonTextError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     try:
         return adapter.validate_python(value, context=context)
     except ValidationError as error:

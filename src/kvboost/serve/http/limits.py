@@ -43,7 +43,7 @@ class HeadLimits:
                 431,
                 f"the headers have {size:,} bytes; at most {settings.max_header_bytes:,} are "
                 "allowed",
-                code="headers_too_large",
+                "headers_too_large",
             )
         headers = dict(scope["headers"])
         origin = None if scope["method"] in _READING else foreign_origin(headers)
@@ -52,8 +52,7 @@ class HeadLimits:
                 403,
                 f"web pages of {shown(origin)} may not use this server; start it with "
                 "--cors-origin to allow them",
-                kind="permission_error",
-                code="origin_not_allowed",
+                "origin_not_allowed",
             )
         if settings.allowed_hosts:
             host = headers.get(b"host", b"").decode("latin-1")
@@ -62,8 +61,7 @@ class HeadLimits:
                     403,
                     f"this server does not answer to the host name {shown(host)}; start it with "
                     "--allow-host to add it",
-                    kind="permission_error",
-                    code="host_not_allowed",
+                    "host_not_allowed",
                 )
         return None
 
@@ -127,7 +125,7 @@ class OpenRequests:
         else:
             return None
         headers = {"retry-after": "1"}
-        return ApiError(status, said, kind=kind, code="too_many_requests_open", headers=headers)
+        return ApiError(status, said, "too_many_requests_open", kind=kind, headers=headers)
 
 
 def _host_name(host: str) -> str:

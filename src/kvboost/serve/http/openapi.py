@@ -209,11 +209,8 @@ def _check(request: Request) -> None:
     times = Counter(name for name, _ in request.query_params.multi_items())
     for name, number in times.items():
         if number > 1:
-            raise ApiError(
-                400,
-                f"{shown(name)} is given {number} times in the address; give it once",
-                param=name,
-            )
+            said = f"{shown(name)} is given {number} times in the address; give it once"
+            raise ApiError(400, said, param=name)
 
 
 EACH_ONCE = Depends(_check)

@@ -52,13 +52,8 @@ class Workers:
         requests with a format wait for each other. Raises ApiError 429 if too many formats of a
         tenant with a name wait."""
         if tenant and (waiting := self._compilers.num_waiting(tenant)) >= MOST_WAITING:
-            raise ApiError(
-                429,
-                f"{waiting} formats of this key wait to be compiled; try again",
-                kind="rate_limit_error",
-                code="too_many_formats",
-                headers={"retry-after": "1"},
-            )
+            said = f"{waiting} formats of this key wait to be compiled; try again"
+            raise ApiError(429, said, "too_many_formats", retry_after=1)
         return await self._compilers.run(tenant, work, *arguments)
 
 

@@ -68,8 +68,8 @@ def _conversation(body: ResponseRequest, kept: StoredResponse | None) -> list[Me
             400,
             f"the conversation has {len(messages):,} messages; at most {MAX_MESSAGES - 1:,} are "
             "allowed",
-            code="invalid_value",
-            param="input",
+            "invalid_value",
+            "input",
         )
     return messages
 
@@ -104,10 +104,7 @@ async def retrieve_response(
     """A response that is kept. It cannot be streamed again."""
     for name in request.query_params:
         raise ApiError(
-            400,
-            f"{name[:80]} is not a parameter that this server knows",
-            code="unknown_field",
-            param=name,
+            400, f"{name[:80]} is not a parameter that this server knows", "unknown_field", name
         )
     return JSONResponse(server.stored_responses.get(caller.owner, response_id).response)
 
@@ -134,9 +131,7 @@ async def list_input_items(
     items = items if order == "asc" else items[::-1]
     ids = [one["id"] for one in items]
     if after and after not in ids:
-        raise ApiError(
-            404, f"there is no item {after[:80]!r}", code="item_not_found", param="after"
-        )
+        raise ApiError(404, f"there is no item {after[:80]!r}", "item_not_found", "after")
     items = items[ids.index(after) + 1 :] if after else items
     shown = items[:limit]
     return JSONResponse(

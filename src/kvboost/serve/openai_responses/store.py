@@ -74,8 +74,8 @@ class StoredResponses:
                 404,
                 f"there is no response {shown(response_id)}; responses are kept for "
                 f"{self._settings.stored_response_seconds:g} s unless they say store=false",
-                code="response_not_found",
-                param=param,
+                "response_not_found",
+                param,
             ) from None
 
     def remove(self, tenant: str, response_id: str) -> None:

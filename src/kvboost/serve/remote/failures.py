@@ -43,10 +43,5 @@ def from_wire(error: WireError) -> Exception:
 
 def engine_lost() -> ApiError:
     """The engine's process has ended."""
-    return ApiError(
-        503,
-        "the engine's process has ended; the server must be started again",
-        kind="server_error",
-        code="engine_lost",
-        headers={"retry-after": "5"},
-    )
+    said = "the engine's process has ended; the server must be started again"
+    return ApiError(503, said, "engine_lost", retry_after=5)

@@ -30,12 +30,8 @@ router = APIRouter(route_class=BodyRoute)
 async def load_lora_adapter(body: LoadAdapter, server: Server) -> Response:
     """Loads a LoRA adapter while requests run."""
     if body.lora_name in server.names:
-        raise ApiError(
-            400,
-            f"{body.lora_name!r} is the name of the model itself; choose another one",
-            code="invalid_value",
-            param="lora_name",
-        )
+        said = f"{body.lora_name!r} is the name of the model itself; choose another one"
+        raise ApiError(400, said, "invalid_value", "lora_name")
     await asyncio.to_thread(
         server.engine.load_adapter, body.lora_name, body.lora_path, in_place=body.load_inplace
     )
@@ -54,12 +50,8 @@ async def unload_lora_adapter(body: UnloadAdapter, server: Server) -> Response:
         await asyncio.to_thread(server.engine.unload_adapter, body.lora_name)
     except UnknownAdapterError:
         loaded = ", ".join(sorted(server.engine.adapters())) or "none"
-        raise ApiError(
-            404,
-            f"there is no adapter {shown(body.lora_name)}; loaded: {loaded}",
-            code="model_not_found",
-            param="lora_name",
-        ) from None
+        said = f"there is no adapter {shown(body.lora_name)}; loaded: {loaded}"
+        raise ApiError(404, said, "model_not_found", "lora_name") from None
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 

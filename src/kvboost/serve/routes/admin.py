@@ -217,7 +217,7 @@ async def unpin(name: str, server: Server) -> Response:
     """Ends a pin. What it held stays in the cache until it is evicted."""
     found = await asyncio.to_thread(server.engine.drop_pin, name)
     if found is None:
-        raise ApiError(404, f"there is no pin {shown(name)}", code="pin_not_found", param="name")
+        raise ApiError(404, f"there is no pin {shown(name)}", "pin_not_found", "name")
     return JSONResponse(asdict(found))
 
 

@@ -59,16 +59,16 @@ async def upload_file(
             415,
             f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain' and its text "
             "in UTF-8",
-            code="not_text",
+            "not_text",
         )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ApiError(
-            400, f"the file is not UTF-8: byte {error.start:,} is wrong", code="not_utf8"
+            400, f"the file is not UTF-8: byte {error.start:,} is wrong", "not_utf8"
         ) from None
     if not text:
-        raise ApiError(400, "the file is empty", code="invalid_value")
+        raise ApiError(400, "the file is empty", "invalid_value")
     return await _upload(server, caller, cache_salt, text, title)
 
 

@@ -75,8 +75,8 @@ def check_dimensions(server: ServerState, asked: int | None) -> None:
             400,
             f"dimensions={asked} is not supported: this model's vectors have "
             f"{server.embedder.dimensions} and cannot be shortened",
-            code="invalid_value",
-            param="dimensions",
+            "invalid_value",
+            "dimensions",
         )
 
 
