@@ -18,8 +18,8 @@ import kvboost.serve
 from adapters import write_adapter
 from kvboost import KVBoost, QueueFullError
 from kvboost.serve.errors import ApiError
-from kvboost.serve.remote.descriptions import EngineDescription
 from kvboost.serve.remote.engine import RemoteEngine
+from kvboost.serve.remote.wire import EngineDescription
 from kvboost.serve.settings import ApiKey
 from live_server import LiveServer, connect, wait_for
 from remote_server import hosted, remote_server

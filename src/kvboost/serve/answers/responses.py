@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,27 +49,6 @@ _NAMED = 8
 
 _PART_BYTES = 64 * 1024
 """A part of a stream that has more is sent, even if the next piece has arrived."""
-
-
-class ResponseFormat(Protocol):
-    """How one of OpenAI's APIs writes an answer: the objects in ``choices``."""
-
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
-    has_one_prompt: bool
-    """Whether all answers are to the same prompt."""
-
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The object before the first piece, if there is one. The prompt has been read."""
-
-    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
-        """The objects for the next piece; none if what it belongs to is not clear yet."""
-
-    def closing(self, choice: Choice) -> list[dict[str, Any]]:
-        """The objects after the last piece. The last of them has the finish reason."""
-
-    def whole(self, choice: Choice) -> dict[str, Any]: ...
 
 
 def engine_call(
@@ -135,14 +115,12 @@ class AnswerWriter(Protocol):
 
 
 async def respond(
-    request: Request,
-    server: ServerState,
-    call: EngineCall,
-    response_format: ResponseFormat,
+    request: Request, server: ServerState, call: EngineCall, writer: ChoicesWriter
 ) -> Response:
     """Answers a request in one of OpenAI's formats with ``choices``."""
-    writer, body = ChoicesWriter(server, response_format, call.body), call.body
-    return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
+    return await deliver(
+        request, server, call, writer, call.body.model, stream=bool(call.body.stream)
+    )
 
 
 async def deliver(
@@ -219,21 +197,40 @@ async def _events(
             yield bytes(written)
 
 
-class ChoicesWriter:
-    """Writes answers as ``choices``."""
+class ChoicesWriter(ABC):
+    """Writes answers as ``choices``, as each of OpenAI's formats has them."""
 
-    def __init__(
-        self, server: ServerState, response_format: ResponseFormat, body: Generation
-    ) -> None:
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    has_one_prompt: ClassVar[bool]
+    """Whether all answers are to the same prompt."""
+
+    def __init__(self, server: ServerState, call: EngineCall) -> None:
         self._server = server
-        self._format = response_format
-        self._body = body
-        self._returns_ids = bool(body.return_token_ids)
+        self._body = call.body
+        self._returns_ids = bool(call.body.return_token_ids)
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The object before the first piece, if there is one. The prompt has been read."""
+
+    @abstractmethod
+    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        """The objects for the next piece; none if what it belongs to is not clear yet."""
+
+    @abstractmethod
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        """The objects after the last piece. The last of them has the finish reason."""
+
+    @abstractmethod
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        """The object of an answer that has ended."""
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         choices = [await self._whole_choice(choice) for choice in answers.choices]
         of_prompt: dict[str, Any] = {}
-        if self._format.has_one_prompt:  # vLLM's place for them then
+        if self.has_one_prompt:  # vLLM's place for them then
             for one in choices:
                 of_prompt |= {name: one.pop(name) for name in _OF_PROMPT if name in one}
         reports = [await describe(self._server, choice) for choice in answers.choices]
@@ -241,7 +238,7 @@ class ChoicesWriter:
             choices = [
                 {**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)
             ]
-        head = _head(self._format.id_prefix, self._format.whole_object, self._body.model)
+        head = _head(self.id_prefix, self.whole_object, self._body.model)
         keep_reports(self._server, head["id"], answers.choices)
         return {
             **head,
@@ -254,7 +251,7 @@ class ChoicesWriter:
 
     async def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         told, decode = choice.result.prompt_logprobs, self._server.engine.decode
-        whole = await choice.call.write(self._format.whole, choice)
+        whole = await choice.call.write(self.complete, choice)
         if told is not None:
             whole["prompt_logprobs"] = await choice.call.write(prompt_logprobs, decode, told)
         if self._returns_ids:
@@ -263,8 +260,8 @@ class ChoicesWriter:
         return whole
 
     async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
-        server, written, body = self._server, self._format, self._body
-        head = _head(written.id_prefix, written.chunk_object, body.model)
+        body = self._body
+        head = _head(self.id_prefix, self.chunk_object, body.model)
         includes_usage, is_continuous = body.includes_usage, body.has_continuous_usage
         if includes_usage:
             head["usage"] = None  # in every chunk but the last
@@ -281,7 +278,7 @@ class ChoicesWriter:
             return event({**head, "choices": [given], **more})
 
         def texts(choice: Choice) -> TextEvents:
-            return TextEvents(lambda text: {**head, "choices": written.piece(choice, text)})
+            return TextEvents(lambda text: {**head, "choices": self.piece(choice, text)})
 
         is_plain = not (is_continuous or self._returns_ids)
         plain = {
@@ -291,7 +288,7 @@ class ChoicesWriter:
         }
 
         def opening(choice: Choice) -> bytes:
-            given = written.opening(choice)
+            given = self.opening(choice)
             if given is None:
                 return b""
             if self._returns_ids:
@@ -308,15 +305,15 @@ class ChoicesWriter:
                 if choice in plain:
                     yield plain[choice].event(piece)
                 else:
-                    for one in written.piece(choice, piece):
+                    for one in self.piece(choice, piece):
                         yield chunk(choice, one)
                 continue
             running -= 1
-            *others, closing = written.closing(choice)
+            *others, closing = self.closing(choice)
             for one in others:
                 yield chunk(choice, one)
             if len(answers.choices) > 1:
-                closing["kvboost"] = await describe(server, choice)
+                closing["kvboost"] = await describe(self._server, choice)
             is_last = not running and not includes_usage
             yield chunk(choice, closing, **(await self._reports(answers, head) if is_last else {}))
         if includes_usage:

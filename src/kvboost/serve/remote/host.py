@@ -16,7 +16,6 @@ import numpy as np
 
 from kvboost.serve.embedder import Encoder, Vectors, advance
 from kvboost.serve.remote import wire
-from kvboost.serve.remote.failures import to_wire
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import PlacedImage, PlacedImages, ReadPrompt
@@ -90,7 +89,7 @@ class Host:
         self._pipe.send(wire.Adapters(self._engine.adapters()))
 
     def tell_failure(self, error: Exception) -> None:
-        self._pipe.send(wire.Failed(to_wire(error)))
+        self._pipe.send(wire.Failed(wire.to_wire(error)))
 
     def close(self) -> None:
         """Ends what it has asked for, and the connection."""
@@ -155,7 +154,7 @@ class Host:
             )
         except Exception as error:
             del self._answers.running[ask.number]
-            self._pipe.send(wire.Refused(ask.number, to_wire(error)))
+            self._pipe.send(wire.Refused(ask.number, wire.to_wire(error)))
             return False
         return True
 
@@ -219,7 +218,7 @@ class Host:
         self._pipe.send(wire.Reply(call.number, wire.packed(value)))
 
     def _refuse(self, call: wire.Call, error: Exception) -> None:
-        self._pipe.send(wire.Reply(call.number, wire.packed(None), to_wire(error)))
+        self._pipe.send(wire.Reply(call.number, wire.packed(None), wire.to_wire(error)))
 
 
 def _prompt_of(ask: wire.Ask) -> ReadPrompt:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from kvboost.serve.remote import wire
-from kvboost.serve.remote.failures import engine_lost, from_wire
 
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ class Link:
         """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
         receives it."""
         if self.is_lost:
-            raise engine_lost()
+            raise wire.engine_lost()
         number = next(self._numbers)
         self._answers[number] = answer
         self.send(make(number))
@@ -97,7 +96,7 @@ class Link:
         self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[int, Future[msgspec.Raw]]:
         if self.is_lost:
-            raise engine_lost()
+            raise wire.engine_lost()
         number, future = next(self._numbers), Future[msgspec.Raw]()
         self._calls[number] = future
         self.send(wire.Call(number, method, list(arguments), options))
@@ -143,13 +142,13 @@ class Link:
                         answer.accepted()
             case wire.Refused():
                 if (answer := self._answers.pop(message.number, None)) is not None:
-                    answer.refused(from_wire(message.error))
+                    answer.refused(wire.from_wire(message.error))
             case wire.Reply():
                 self._reply(message)
             case wire.Adapters():
                 self.on_adapters(message)
             case wire.Failed():
-                self.on_failed(from_wire(message.error))
+                self.on_failed(wire.from_wire(message.error))
             case wire.Reload():
                 self.on_reload(message)
             case wire.Stop():
@@ -166,7 +165,7 @@ class Link:
         if future is None or not future.set_running_or_notify_cancel():
             return
         if reply.error is not None:
-            future.set_exception(from_wire(reply.error))
+            future.set_exception(wire.from_wire(reply.error))
         else:
             future.set_result(reply.value)
 
@@ -186,10 +185,10 @@ class Link:
             self._loop.remove_writer(self._pipe.socket)
         for future in list(self._calls.values()):
             if future.set_running_or_notify_cancel():
-                future.set_exception(engine_lost())
+                future.set_exception(wire.engine_lost())
         answers, self._answers = self._answers, {}
         for answer in answers.values():
-            answer.refused(engine_lost())
+            answer.refused(wire.engine_lost())
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         if self._loop is not None:

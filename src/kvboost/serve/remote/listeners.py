@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
 from kvboost.serve.remote import wire
-from kvboost.serve.remote.failures import to_wire
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -116,7 +115,7 @@ class AnswerSender:
             state.drafted_tokens,
             state.accepted_tokens,
             self.event_loop.estimate_ms(state),
-            None if error is None else to_wire(error),
+            None if error is None else wire.to_wire(error),
         )
         self.event_loop.end(self._number, state.healing)
         self.event_loop.add(wire.News(self._number, [], None, None, ended))

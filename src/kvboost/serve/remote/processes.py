@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
-from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription, Start
 from kvboost.serve.remote.host import Host
-from kvboost.serve.remote.wire import Pipe, ToEngine
+from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, Start, ToEngine
 from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from kvboost.serve.app import create_app
 from kvboost.serve.process import SWITCH_SECONDS, Server, collecting_rarely, log_to_stderr
 from kvboost.serve.remote import wire
-from kvboost.serve.remote.descriptions import Start
 from kvboost.serve.remote.engine import RemoteEmbeddingModel, RemoteEngine
 from kvboost.serve.remote.link import Link
 from kvboost.serve.settings import ServerSettings
@@ -51,7 +50,7 @@ def main(listening: int, end: int) -> None:
     log_to_stderr()
     pipe: wire.Pipe[wire.ToApi] = wire.Pipe(socket.socket(fileno=end), wire.ToApi)
     try:
-        start: Start = pickle.loads(pipe.receive_bytes())
+        start: wire.Start = pickle.loads(pipe.receive_bytes())
     except wire.Lost:
         sys.exit(1)
     link = Link(pipe)

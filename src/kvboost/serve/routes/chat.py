@@ -20,7 +20,7 @@ from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.answers.marks import find_kept
 from kvboost.serve.answers.prompts import encode, refuse_long_text, refuse_many_documents, texts_of
-from kvboost.serve.answers.responses import engine_call, respond
+from kvboost.serve.answers.responses import ChoicesWriter, engine_call, respond
 from kvboost.serve.anthropic.requests import CountTokensRequest
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
@@ -52,7 +52,7 @@ async def create_chat_completion(
     call = await conversation_call(
         request, server, caller, partial(chat_call, server, caller, body), body
     )
-    return await respond(request, server, call, ChatFormat())
+    return await respond(request, server, call, ChatWriter(server, call))
 
 
 async def conversation_call(
@@ -158,13 +158,14 @@ def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-class ChatFormat:
+class ChatWriter(ChoicesWriter):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     has_one_prompt = True
 
-    def __init__(self) -> None:
+    def __init__(self, server: ServerState, call: EngineCall) -> None:
+        super().__init__(server, call)
         self._deltas: dict[int, Deltas] = {}
         """By the index of the choice."""
 
@@ -186,7 +187,7 @@ class ChatFormat:
             has_calls = deltas.num_calls > 0
         return [*chunks, {**_chunk(choice, {}), "finish_reason": _reason(choice, has_calls)}]
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def complete(self, choice: Choice) -> dict[str, Any]:
         result = choice.result
         tokens = choice.tokens_of(result.output_text)
         message, has_calls = _message(choice)

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import ShownToken, completion_logprobs, prompt_tokens
-from kvboost.serve.answers.reports import Decode
-from kvboost.serve.answers.responses import engine_call, respond
+from kvboost.serve.answers.responses import ChoicesWriter, engine_call, respond
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
 from kvboost.serve.http.openapi import errors, streamed
@@ -33,23 +32,23 @@ async def create_completion(
 ) -> Response:
     """Continues one or several prompts, text or token ids, like OpenAI's API."""
     call = completion_call(server, caller, body)
-    response_format = CompletionFormat(server.engine.decode if body.echo else None, call)
-    return await respond(request, server, call, response_format)
+    return await respond(request, server, call, CompletionWriter(server, call, body))
 
 
 def completion_call(server: ServerState, caller: Tenant, body: CompletionRequest) -> EngineCall:
     return replace(engine_call(server, caller, body, body.prompts()), suffix=body.suffix)
 
 
-class CompletionFormat:
+class CompletionWriter(ChoicesWriter):
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     has_one_prompt = False
 
-    def __init__(self, echo: Decode | None, call: EngineCall) -> None:
-        """With ``echo``, the text of an answer begins with its prompt."""
-        self._echo = echo
+    def __init__(self, server: ServerState, call: EngineCall, body: CompletionRequest) -> None:
+        super().__init__(server, call)
+        self._echo = server.engine.decode if body.echo else None
+        """If given, the text of an answer begins with its prompt."""
         self._has_answer = call.body.longest_answer != 0
         self._has_logprobs = call.options.get("logprobs") is not None
 
@@ -64,7 +63,7 @@ class CompletionFormat:
     def closing(self, choice: Choice) -> list[dict[str, Any]]:
         return [{**_chunk(choice, ""), "finish_reason": self._reason(choice)}]
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def complete(self, choice: Choice) -> dict[str, Any]:
         text = choice.result.output_text if self._has_answer else ""
         tokens = choice.tokens_of(text) if self._has_answer else [] if self._has_logprobs else None
         if tokens is not None and self._echo is not None:

@@ -37,9 +37,7 @@ class SpanReply(Reply):
     text: str | None = None
 
 
-class ReuseReply(Reply):
-    """The source of every row of the prompt. ``moved_tokens`` includes ``recomputed_tokens``."""
-
+class PlannedReuse(Reply):
     mode: str
     strategy: str
     exact_tokens: int
@@ -47,6 +45,14 @@ class ReuseReply(Reply):
     moved_tokens: int
     recomputed_tokens: int
     computed_tokens: int
+    estimated_ms_without_reuse: float | None
+    notes: list[str]
+    spans: list[SpanReply]
+
+
+class ReuseReply(PlannedReuse):
+    """The source of every row of the prompt. ``moved_tokens`` includes ``recomputed_tokens``."""
+
     charged_tokens: float
     answer_exact_from: int
     """The first token of the answer that was drawn from an exact distribution: 0 if all were."""
@@ -58,9 +64,6 @@ class ReuseReply(Reply):
     ttft_ms: float
     queue_ms: float
     total_ms: float
-    estimated_ms_without_reuse: float | None
-    notes: list[str]
-    spans: list[SpanReply]
 
 
 class DivergenceReply(Reply):
@@ -127,20 +130,10 @@ class AnswerExplanation(AnswerSummary):
     """One for each prompt."""
 
 
-class PlanReply(Reply):
+class PlanReply(PlannedReuse):
     """A plan. The model decides which moved rows are recomputed, so none are counted here."""
 
-    mode: str
-    strategy: str
     prompt_tokens: int
-    exact_tokens: int
-    approximate_tokens: int
-    moved_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    estimated_ms_without_reuse: float | None
-    notes: list[str]
-    spans: list[SpanReply]
     explanation: ExplanationReply
 
 
