@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvboost.cli.common import unreadable
 
-MOST_BYTES = 1024**2
+MAX_BYTES = 1024**2
 PIPE_SECONDS = 10.0
 
 
@@ -38,12 +38,12 @@ def _read(descriptor: int, takes_pipes: bool) -> bytes:
         raise ValueError("it is not a regular file")
     end = time.monotonic() + PIPE_SECONDS
     data = b""
-    while len(data) <= MOST_BYTES:
+    while len(data) <= MAX_BYTES:
         # A pipe that nobody has written to yet would look as if it had ended.
         if is_pipe and not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
             raise ValueError(f"the other side did not close this pipe within {PIPE_SECONDS:.0f} s")
-        piece = os.read(descriptor, MOST_BYTES)
+        piece = os.read(descriptor, MAX_BYTES)
         if not piece:
             return data
         data += piece
-    raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    raise ValueError(f"it has more than {MAX_BYTES:,} bytes")

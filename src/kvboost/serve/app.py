@@ -30,7 +30,7 @@ from kvboost.serve.http import openapi
 from kvboost.serve.http.application import Application
 from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests
 from kvboost.serve.http.middleware import RequestMiddleware
-from kvboost.serve.http.openapi import errors
+from kvboost.serve.http.openapi import Router, errors
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.ollama import routes as ollama
 from kvboost.serve.openai_responses import routes as openai_responses
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 
-router = APIRouter()
+router = Router()
 metrics_router = APIRouter()
 
 
@@ -112,12 +112,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     return app
 
 
-@router.get(
-    "/v1/models",
-    response_model=replies.ModelList,
-    responses=errors(has_body=False),
-    tags=["openai"],
-)
+@router.endpoint("GET /v1/models", replies.ModelList, tags=["openai"])
 async def list_models(server: Server) -> Response:
     """The names of this server's model, its adapters, and its model for embeddings."""
     names = (*server.names, *server.adapter_names, *server.embedding_names)
@@ -125,11 +120,8 @@ async def list_models(server: Server) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
-@router.get(
-    "/v1/models/{model:path}",
-    response_model=replies.AdapterReply | replies.ModelReply,
-    responses=errors(404, has_body=False),
-    tags=["openai"],
+@router.endpoint(
+    "GET /v1/models/{model:path}", replies.AdapterReply | replies.ModelReply, 404, tags=["openai"]
 )
 async def retrieve_model(model: str, server: Server) -> Response:
     """The model under one of its names, an adapter, or the model for embeddings."""

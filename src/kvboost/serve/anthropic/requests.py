@@ -352,7 +352,7 @@ class ThinkingDisabled(fields.Body):
     type: Literal["disabled"]
 
 
-_CHOICES = {"any": "required", "none": "none"}
+_CHOICES = {"any": "required", "none": "none", "auto": None}
 """In OpenAI's words."""
 Thinking = Annotated[
     ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")
@@ -402,11 +402,12 @@ class CountTokensRequest(fields.Body):
                 "messages: the beginning of an answer must not end with blanks: the model's next "
                 "token begins with one",
             )
-        named = choice.name if isinstance(choice := self.tool_choice, ToolNameChoice) else None
+        choice = self.tool_choice
         self._use = make_use(
-            [tool.described() for tool in self.tools or ()],
-            None if choice is None else _CHOICES.get(choice.type),
-            named,
+            self.tools,
+            choice
+            if choice is None or isinstance(choice, ToolNameChoice)
+            else _CHOICES[choice.type],
             not getattr(choice, "disable_parallel_tool_use", None),
         )
         return self

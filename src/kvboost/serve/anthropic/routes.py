@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.answers.choices import EngineCall
@@ -14,21 +14,14 @@ from kvboost.serve.anthropic import replies
 from kvboost.serve.anthropic.requests import CountTokensRequest, MessagesRequest
 from kvboost.serve.anthropic.writer import MessageWriter
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.routes.chat import chat_call, chat_prompt, conversation_call
 from kvboost.serve.server import Caller, Server
 
-router = APIRouter(route_class=BodyRoute, tags=["anthropic"])
+router = Router(replies.AnthropicErrorReply, route_class=BodyRoute, tags=["anthropic"])
 
 
-@router.post(
-    "/v1/messages",
-    response_model=replies.MessageReply,
-    responses={
-        **streamed("text/event-stream"),
-        **errors(404, 413, 429, 503, 504, model=replies.AnthropicErrorReply),
-    },
-)
+@router.endpoint("POST /v1/messages", replies.MessageReply, streams=True)
 async def create_message(
     body: MessagesRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -43,11 +36,7 @@ async def create_message(
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
 
-@router.post(
-    "/v1/messages/count_tokens",
-    response_model=replies.TokenCount,
-    responses=errors(404, model=replies.AnthropicErrorReply),
-)
+@router.endpoint("POST /v1/messages/count_tokens", replies.TokenCount, 404)
 async def count_tokens(
     body: CountTokensRequest, request: Request, server: Server, caller: Caller
 ) -> Response:

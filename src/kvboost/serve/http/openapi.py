@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -17,6 +17,8 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.fields import BIASED_ID, TOKEN_ID, OwnBody
 from kvboost.serve.server import ServerState
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SAID = {
     400: "A field is wrong, unknown or not supported; `param` names it",
@@ -44,6 +46,7 @@ _WITH_MODEL = (
 _ALWAYS = (403, 431, 500, 503)
 
 _BODY = (400, 408, 413, 415)
+_OF_ANSWERS = (404, 413, 429, 503, 504)
 
 _HEADERS = {
     "x-request-id": ("string", "Names this request in the server's log"),
@@ -80,6 +83,29 @@ def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
             },
         }
     }
+
+
+class Router(APIRouter):
+    """A router whose endpoints say their errors."""
+
+    def __init__(self, error: type[replies.Reply] = replies.ErrorReply, **options: Any) -> None:
+        """``error``: the form of its errors."""
+        super().__init__(**options)
+        self._error = error
+
+    def endpoint(
+        self, place: str, reply: Any, *statuses: int, streams: bool = False, **more: Any
+    ) -> Callable[[F], F]:
+        """An endpoint at ``place``, a method and a path. ``statuses``: its errors in addition to
+        those that every endpoint has. ``streams``: whether it answers prompts, perhaps by
+        events."""
+        method, _, path = place.partition(" ")
+        statuses = (*statuses, *_OF_ANSWERS) if streams else statuses
+        responses = errors(*statuses, has_body=method == "POST", model=self._error)
+        responses |= streamed("text/event-stream") if streams else {}
+        return self.api_route(
+            path, methods=[method], response_model=reply, responses=responses, **more
+        )
 
 
 def install(app: FastAPI, server: ServerState) -> None:

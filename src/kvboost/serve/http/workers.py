@@ -18,7 +18,7 @@ LARGE_BYTES = 64 * 1024
 
 COMPILERS = 2
 
-MOST_WAITING = 32
+MAX_WAITING = 32
 """Formats of one tenant that may wait to be compiled, if there are several tenants."""
 
 
@@ -51,7 +51,7 @@ class Workers:
         """The result of ``work``, which compiles the format of an answer for ``tenant``. Only
         requests with a format wait for each other. Raises ApiError 429 if too many formats of a
         tenant with a name wait."""
-        if tenant and (waiting := self._compilers.num_waiting(tenant)) >= MOST_WAITING:
+        if tenant and (waiting := self._compilers.num_waiting(tenant)) >= MAX_WAITING:
             said = f"{waiting} formats of this key wait to be compiled; try again"
             raise ApiError(429, said, "too_many_formats", retry_after=1)
         return await self._compilers.run(tenant, work, *arguments)

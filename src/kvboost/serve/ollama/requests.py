@@ -198,8 +198,7 @@ class OllamaChat(Asked):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        tools = [tool.described() for tool in self.tools or ()]
-        self._use = make_use(tools, None, None, None)
+        self._use = make_use(self.tools, None, None)
         return self
 
     def for_chat(self, model: str, context: int | None) -> ChatRequest:

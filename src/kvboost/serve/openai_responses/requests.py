@@ -21,6 +21,7 @@ from kvboost.serve.schema.messages import (
     Message,
     Retention,
     ToolName,
+    choice_kind,
     described_tool,
     make_use,
 )
@@ -45,20 +46,10 @@ class NamedFunctionTool(fields.Body):
     name: ToolName
 
 
-def _choice_kind(value: Any) -> str | None:
-    match value:
-        case str():
-            return "a word"
-        case dict() | NamedFunctionTool():
-            return "a tool"
-        case _:
-            return None
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedFunctionTool, Tag("a tool")],
-    fields.one_of(_choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
+    fields.one_of(choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
 ]
 
 
@@ -165,14 +156,7 @@ class ResponseRequest(fields.Body):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fields.goes_with("stream_options", "stream_options goes with stream=true")
-        choice = self.tool_choice
-        word, named = (choice, None) if isinstance(choice, str) else (None, choice)
-        self._use = make_use(
-            [tool.described() for tool in self.tools or ()],
-            word,
-            None if named is None else named.name,
-            self.parallel_tool_calls,
-        )
+        self._use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
     def new_messages(self) -> list[Message]:

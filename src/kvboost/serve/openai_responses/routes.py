@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import ContextLengthError
@@ -16,7 +16,7 @@ from kvboost.serve.answers.responses import deliver
 from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import EACH_ONCE, errors, streamed
+from kvboost.serve.http.openapi import EACH_ONCE, Router
 from kvboost.serve.openai_responses import replies
 from kvboost.serve.openai_responses.items import input_items
 from kvboost.serve.openai_responses.requests import ResponseRequest
@@ -27,14 +27,10 @@ from kvboost.serve.schema.fields import MAX_MESSAGES
 from kvboost.serve.schema.messages import Message
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(route_class=BodyRoute, tags=["openai"])
+router = Router(route_class=BodyRoute, tags=["openai"])
 
 
-@router.post(
-    "/v1/responses",
-    response_model=replies.ResponseReply,
-    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
-)
+@router.endpoint("POST /v1/responses", replies.ResponseReply, streams=True)
 async def create_response(
     body: ResponseRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -93,11 +89,7 @@ def _fitting(
     return messages[starts[first] :]
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    response_model=replies.ResponseReply,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("GET /v1/responses/{response_id}", replies.ResponseReply, 400, 404)
 async def retrieve_response(
     response_id: str, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -109,10 +101,11 @@ async def retrieve_response(
     return JSONResponse(server.stored_responses.get(caller.owner, response_id).response)
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    response_model=replies.ItemList,
-    responses=errors(400, 404, has_body=False),
+@router.endpoint(
+    "GET /v1/responses/{response_id}/input_items",
+    replies.ItemList,
+    400,
+    404,
     dependencies=[EACH_ONCE],
 )
 async def list_input_items(
@@ -145,11 +138,7 @@ async def list_input_items(
     )
 
 
-@router.delete(
-    "/v1/responses/{response_id}",
-    response_model=replies.DeletedResponse,
-    responses=errors(404, has_body=False),
-)
+@router.endpoint("DELETE /v1/responses/{response_id}", replies.DeletedResponse, 404)
 async def delete_response(response_id: str, server: Server, caller: Caller) -> Response:
     """Deletes a response that is kept, with its conversation. Its text may stay cached."""
     server.stored_responses.remove(caller.owner, response_id)

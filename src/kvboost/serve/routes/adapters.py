@@ -6,27 +6,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import UnknownAdapterError
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.http.problems import shown
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.own import LoadAdapter, UnloadAdapter
 from kvboost.serve.server import Server, ServerState
 
-router = APIRouter(route_class=BodyRoute)
+router = Router(route_class=BodyRoute, tags=["admin"])
 
 
-@router.post(
-    "/v1/load_lora_adapter",
-    response_model=replies.AdapterReply,
-    responses=errors(404),
-    tags=["admin"],
-)
+@router.endpoint("POST /v1/load_lora_adapter", replies.AdapterReply, 404)
 async def load_lora_adapter(body: LoadAdapter, server: Server) -> Response:
     """Loads a LoRA adapter while requests run."""
     if body.lora_name in server.names:
@@ -38,12 +32,7 @@ async def load_lora_adapter(body: LoadAdapter, server: Server) -> Response:
     return JSONResponse(describe(server, body.lora_name))
 
 
-@router.post(
-    "/v1/unload_lora_adapter",
-    response_model=replies.Unloaded,
-    responses=errors(404),
-    tags=["admin"],
-)
+@router.endpoint("POST /v1/unload_lora_adapter", replies.Unloaded, 404)
 async def unload_lora_adapter(body: UnloadAdapter, server: Server) -> Response:
     """Unloads an adapter. Running requests finish with it."""
     try:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 import kvboost
@@ -19,7 +19,7 @@ from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, from_engine, shutting_down
 from kvboost.serve.explanations import with_documents
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import EACH_ONCE, errors
+from kvboost.serve.http.openapi import EACH_ONCE, Router, errors
 from kvboost.serve.http.problems import shown
 from kvboost.serve.http.streaming import LiveResponse, line, unless_gone
 from kvboost.serve.routes.chat import chat_call
@@ -38,7 +38,7 @@ from kvboost.serve.schema.own import (
 )
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(prefix="/kvboost", tags=["admin"], route_class=BodyRoute)
+router = Router(prefix="/kvboost", tags=["admin"], route_class=BodyRoute)
 
 _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")
 
@@ -102,7 +102,7 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
     return LiveResponse(progress(), "application/x-ndjson")
 
 
-@router.post("/plan", response_model=replies.PlanReply, responses=errors(404, 413))
+@router.endpoint("POST /plan", replies.PlanReply, 404, 413)
 async def plan(body: PlanRequest, request: Request, server: Server, caller: Caller) -> Response:
     """How a chat or completion request would be served now. Runs nothing."""
     if body.model is not None:
@@ -137,12 +137,7 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
     )
 
 
-@router.get(
-    "/cache",
-    response_model=replies.CacheReply,
-    responses=errors(400, has_body=False),
-    dependencies=[EACH_ONCE],
-)
+@router.endpoint("GET /cache", replies.CacheReply, 400, dependencies=[EACH_ONCE])
 async def cache(
     server: Server,
     limit: Annotated[int, Query(ge=1, le=1000, description="Number of chunks to list.")] = 20,
@@ -161,7 +156,7 @@ async def cache(
     return JSONResponse(await asyncio.to_thread(work))
 
 
-@router.post("/forget", response_model=replies.Forgotten, responses=errors(404))
+@router.endpoint("POST /forget", replies.Forgotten, 404)
 async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Response:
     """Forgets a text of any tenant, or everything under one salt; on every tier. No earlier answer
     can be explained afterwards: their prompts may hold the text."""
@@ -177,7 +172,7 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     return JSONResponse({"forgotten": gone})
 
 
-@router.post("/pins", response_model=replies.PinReply, responses=errors(404, 409, 413, 429))
+@router.endpoint("POST /pins", replies.PinReply, 404, 409, 413, 429)
 async def pin(body: PinRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads a text unless it is cached, and keeps it from being evicted. To pin it again renews
     it."""
@@ -200,7 +195,7 @@ async def pin(body: PinRequest, request: Request, server: Server, caller: Caller
     return JSONResponse(asdict(await unless_gone(request.receive, reading)))
 
 
-@router.get("/pins", response_model=replies.PinList, responses=errors(has_body=False))
+@router.endpoint("GET /pins", replies.PinList)
 async def list_pins(server: Server) -> Response:
     """All pins, those of sessions included, in the order in which they end."""
     engine = server.engine
@@ -210,9 +205,7 @@ async def list_pins(server: Server) -> Response:
     return JSONResponse({"object": "list", "data": [asdict(one) for one in pins], **sizes})
 
 
-@router.delete(
-    "/pins/{name}", response_model=replies.PinReply, responses=errors(404, has_body=False)
-)
+@router.endpoint("DELETE /pins/{name}", replies.PinReply, 404)
 async def unpin(name: str, server: Server) -> Response:
     """Ends a pin. What it held stays in the cache until it is evicted."""
     found = await asyncio.to_thread(server.engine.drop_pin, name)
@@ -221,12 +214,7 @@ async def unpin(name: str, server: Server) -> Response:
     return JSONResponse(asdict(found))
 
 
-@router.get(
-    "/live",
-    response_model=replies.LiveReply,
-    responses=errors(400, has_body=False),
-    dependencies=[EACH_ONCE],
-)
+@router.endpoint("GET /live", replies.LiveReply, 400, dependencies=[EACH_ONCE])
 async def live(
     server: Server,
     since: Annotated[int, Query(ge=0, lt=2**63, description="The last seq that was seen.")] = 0,

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from kvboost.chat.calls import Part
@@ -24,27 +24,22 @@ from kvboost.serve.answers.responses import ChoicesWriter, engine_call, respond
 from kvboost.serve.anthropic.requests import CountTokensRequest
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.requests import ChatRequest
 from kvboost.serve.server import Caller, Server, ServerState
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.prompt import Conversation, Prompt, has_images
 
-router = APIRouter(route_class=BodyRoute)
+router = Router(route_class=BodyRoute, tags=["openai"])
 
 _DAY = 24 * 3600.0
 
-_MOST_CONTEXTS = 16
+_MAX_CONTEXTS = 16
 """A conversation to edit may have so many times the tokens of the context."""
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=replies.ChatCompletion,
-    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
-    tags=["openai"],
-)
+@router.endpoint("POST /v1/chat/completions", replies.ChatCompletion, streams=True)
 async def create_chat_completion(
     body: ChatRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -140,7 +135,7 @@ def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> ChatP
         return ChatPrompt(conversation, documents, None)
     engine, limit = server.engine, server.engine.context_length
     if limit is not None:
-        refuse_long_text(engine, texts_of(conversation), limit, _MOST_CONTEXTS)
+        refuse_long_text(engine, texts_of(conversation), limit, _MAX_CONTEXTS)
 
     def count(one: Conversation) -> int:
         """The tokens of a prompt, which may be longer than the context before it is edited."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from kvboost.serve.answers.choices import Choice, EngineCall
@@ -13,20 +13,15 @@ from kvboost.serve.answers.logprobs import ShownToken, completion_logprobs, prom
 from kvboost.serve.answers.responses import ChoicesWriter, engine_call, respond
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.requests import CompletionRequest
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(route_class=BodyRoute)
+router = Router(route_class=BodyRoute, tags=["openai"])
 
 
-@router.post(
-    "/v1/completions",
-    response_model=replies.Completion,
-    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
-    tags=["openai"],
-)
+@router.endpoint("POST /v1/completions", replies.Completion, streams=True)
 async def create_completion(
     body: CompletionRequest, request: Request, server: Server, caller: Caller
 ) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.answers.prompts import encode
@@ -13,12 +13,12 @@ from kvboost.serve.auth import Tenant
 from kvboost.serve.documents import titled
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute, receive_body
-from kvboost.serve.http.openapi import EACH_ONCE, errors
+from kvboost.serve.http.openapi import EACH_ONCE, Router
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.own import DocumentUpload
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(
+router = Router(
     prefix="/kvboost", tags=["documents"], route_class=BodyRoute, dependencies=[EACH_ONCE]
 )
 
@@ -29,7 +29,7 @@ Title = Annotated[str | None, Query(max_length=512, description="A line before t
 Id = Annotated[str, Path(min_length=1, max_length=512)]
 
 
-@router.post("/documents", response_model=replies.DocumentReply, responses=errors(409))
+@router.endpoint("POST /documents", replies.DocumentReply, 409)
 async def upload_document(body: DocumentUpload, server: Server, caller: Caller) -> Response:
     """Keeps a text and reads it in the background. Its id depends only on title and text, so the
     same document can be sent any number of times. A content part ``{"type": "document",
@@ -37,10 +37,10 @@ async def upload_document(body: DocumentUpload, server: Server, caller: Caller) 
     return await _upload(server, caller, body.cache_salt, body.text, body.title)
 
 
-@router.post(
-    "/files",
-    response_model=replies.DocumentReply,
-    responses=errors(409),
+@router.endpoint(
+    "POST /files",
+    replies.DocumentReply,
+    409,
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -72,20 +72,14 @@ async def upload_file(
     return await _upload(server, caller, cache_salt, text, title)
 
 
-@router.get(
-    "/documents", response_model=replies.DocumentList, responses=errors(400, has_body=False)
-)
+@router.endpoint("GET /documents", replies.DocumentList, 400)
 async def list_documents(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The documents of the caller."""
     found = server.documents.all(caller.place(cache_salt))
     return JSONResponse({"object": "list", "data": [one.describe() for one in found]})
 
 
-@router.get(
-    "/documents/{document_id}",
-    response_model=replies.DocumentWithText,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("GET /documents/{document_id}", replies.DocumentWithText, 400, 404)
 async def get_document(
     document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
@@ -94,11 +88,7 @@ async def get_document(
     return JSONResponse({**document.describe(), "text": document.text})
 
 
-@router.delete(
-    "/documents/{document_id}",
-    response_model=replies.Deleted,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("DELETE /documents/{document_id}", replies.Deleted, 400, 404)
 async def delete_document(
     document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
@@ -107,18 +97,14 @@ async def delete_document(
     return JSONResponse({"id": document_id, "deleted": True})
 
 
-@router.get("/sessions", response_model=replies.SessionList, responses=errors(400, has_body=False))
+@router.endpoint("GET /sessions", replies.SessionList, 400)
 async def list_sessions(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The caller's conversations whose KV is pinned (``kvboost.session`` of a request)."""
     found = server.sessions.all(caller.place(cache_salt))
     return JSONResponse({"object": "list", "data": found})
 
 
-@router.get(
-    "/sessions/{session_id}",
-    response_model=replies.SessionReply,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("GET /sessions/{session_id}", replies.SessionReply, 400, 404)
 async def get_session(
     session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
@@ -126,11 +112,7 @@ async def get_session(
     return JSONResponse(server.sessions.get(caller.place(cache_salt), session_id))
 
 
-@router.delete(
-    "/sessions/{session_id}",
-    response_model=replies.Deleted,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("DELETE /sessions/{session_id}", replies.Deleted, 400, 404)
 async def delete_session(
     session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:

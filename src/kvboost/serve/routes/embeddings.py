@@ -9,22 +9,22 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.auth import Tenant
 from kvboost.serve.embedder import Vectors
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.http.streaming import unless_gone
 from kvboost.serve.schema.embeddings import EmbeddingList, EmbeddingRequest, Ranking, RerankRequest
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(route_class=BodyRoute, tags=["openai"])
+router = Router(route_class=BodyRoute, tags=["openai"])
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingList, responses=errors(404))
+@router.endpoint("POST /v1/embeddings", EmbeddingList, 404)
 async def create_embeddings(
     body: EmbeddingRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -51,7 +51,7 @@ async def create_embeddings(
     return await asyncio.to_thread(write)
 
 
-@router.post("/v1/rerank", response_model=Ranking, responses=errors(404))
+@router.endpoint("POST /v1/rerank", Ranking, 404)
 async def rerank(body: RerankRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Sorts documents by how close their embeddings are to that of the query (cosine)."""
     server.check_embedding_model(body.model)

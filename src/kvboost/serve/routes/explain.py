@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.explanations import Answered, with_documents
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import EACH_ONCE, errors
+from kvboost.serve.http.openapi import EACH_ONCE, Router
 from kvboost.serve.schema import replies
 from kvboost.serve.server import Caller, Server
 
-router = APIRouter(
+router = Router(
     prefix="/kvboost/explain", tags=["explain"], route_class=BodyRoute, dependencies=[EACH_ONCE]
 )
 
 
-@router.get("", response_model=replies.AnswerList, responses=errors(400, has_body=False))
+@router.endpoint("GET ", replies.AnswerList, 400)
 async def list_answers(server: Server, caller: Caller) -> Response:
     """The answers of this key that can be explained, the oldest first."""
     data = [_head(one) for one in server.explanations.all(caller.owner)]
     return JSONResponse({"object": "list", "data": data})
 
 
-@router.get(
-    "/{answer_id}",
-    response_model=replies.AnswerExplanation,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("GET /{answer_id}", replies.AnswerExplanation, 400, 404)
 async def explain_answer(
     answer_id: Annotated[str, Path(min_length=1, max_length=512)], server: Server, caller: Caller
 ) -> Response:

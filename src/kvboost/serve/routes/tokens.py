@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 import kvboost
 from kvboost.serve.answers.prompts import encode
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.routes.chat import chat_prompt
 from kvboost.serve.schema import replies
 from kvboost.serve.schema.own import DetokenizeRequest, TokenizeChat, TokenizeRequest
 from kvboost.serve.server import Caller, Server
 
-router = APIRouter(route_class=BodyRoute, tags=["tokens"])
+router = Router(route_class=BodyRoute, tags=["tokens"])
 
 
-@router.post("/tokenize", response_model=replies.Tokenized, responses=errors(404, 413))
+@router.endpoint("POST /tokenize", replies.Tokenized, 404, 413)
 async def tokenize(
     body: TokenizeRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -49,7 +49,7 @@ async def tokenize(
     )
 
 
-@router.post("/detokenize", response_model=replies.Detokenized, responses=errors(404))
+@router.endpoint("POST /detokenize", replies.Detokenized, 404)
 async def detokenize(body: DetokenizeRequest, server: Server, caller: Caller) -> Response:
     """The text of tokens."""
     if body.model is not None:
@@ -58,7 +58,7 @@ async def detokenize(body: DetokenizeRequest, server: Server, caller: Caller) ->
     return JSONResponse({"prompt": await asyncio.to_thread(server.engine.decode, body.tokens)})
 
 
-@router.get("/version", response_model=replies.Version, responses=errors(has_body=False))
+@router.endpoint("GET /version", replies.Version)
 async def version() -> Response:
     """The version of the server."""
     return JSONResponse({"version": kvboost.__version__})

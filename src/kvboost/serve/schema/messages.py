@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 from pydantic import (
     AfterValidator,
@@ -138,12 +138,16 @@ class NamedTool(fields.Body):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-def _choice_kind(value: Any) -> str | None:
+
+def choice_kind(value: Any) -> str | None:
     match value:
         case str():
             return "a word"
-        case dict() | NamedTool():
+        case dict() | fields.Body():
             return "a tool"
         case _:
             return None
@@ -153,7 +157,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedTool, Tag("a tool")],
     fields.one_of(
-        _choice_kind,
+        choice_kind,
         "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}",
     ),
 ]
@@ -165,22 +169,36 @@ def described_tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **given}}
 
 
+class Described(Protocol):
+    """A tool in the words of some API."""
+
+    def described(self) -> dict[str, Any]:
+        """As chat templates and grammars expect it."""
+
+
+class Named(Protocol):
+    """The choice of one tool."""
+
+    @property
+    def name(self) -> str: ...
+
+
 def make_use(
-    tools: Sequence[dict[str, Any]], choice: str | None, named: str | None, parallel: bool | None
+    tools: Sequence[Described] | None, choice: str | Named | None, parallel: bool | None
 ) -> ToolUse:
-    """What a request says about ``tools``: its ``choice``, or the one that must be called. Raises a
-    validation error if it contradicts itself."""
-    names = [tool["function"]["name"] for tool in tools]
+    """What a request says about tools. Raises a validation error if it contradicts itself."""
+    given = [tool.described() for tool in tools or ()]
+    names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):
         raise fields.goes_with("tools", "tools: two of them have the same name")
-    if not tools and (named is not None or choice not in (None, "none", "auto")):
+    if not given and choice not in (None, "none", "auto"):
         raise fields.goes_with("tool_choice", "tool_choice goes with tools")
-    if named is not None and named not in names:
-        raise fields.goes_with(
-            "tool_choice", f"tool_choice: there is no tool {named}; there is {', '.join(names)}"
-        )
-    chosen = "required" if named is not None else choice or "auto"
-    return ToolUse(tools, chosen, named, parallel is not False)
+    if choice is None or isinstance(choice, str):
+        return ToolUse(given, choice or "auto", None, parallel is not False)
+    if choice.name not in names:
+        there = f"there is no tool {choice.name}; there is {', '.join(names)}"
+        raise fields.goes_with("tool_choice", f"tool_choice: {there}")
+    return ToolUse(given, "required", choice.name, parallel is not False)
 
 
 OTHER_PARTS = {
@@ -342,9 +360,14 @@ class Message(Marked):
     @property
     def text(self) -> str:
         """Its content, without documents."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def parts(self) -> list[ContentPart]:
+        """None if its content is one text."""
+        return self.content if isinstance(self.content, list) else []
 
     @property
     def size(self) -> int:
@@ -356,29 +379,22 @@ class Message(Marked):
     @property
     def mark(self) -> CacheControl | None:
         """The last mark in this message."""
-        parts = [] if self.content is None or isinstance(self.content, str) else self.content
-        marks = [self.cache_control, *(part.cache_control for part in reversed(parts))]
+        marks = [self.cache_control, *(part.cache_control for part in reversed(self.parts))]
         return next((mark for mark in marks if mark is not None), None)
 
     @property
     def images(self) -> list[ImagePart]:
-        parts = [] if self.content is None or isinstance(self.content, str) else self.content
-        return [part for part in parts if isinstance(part, ImagePart)]
+        return [part for part in self.parts if isinstance(part, ImagePart)]
 
     @property
     def documents(self) -> list[DocumentPart]:
-        parts = [] if self.content is None or isinstance(self.content, str) else self.content
-        return [part for part in parts if isinstance(part, DocumentPart)]
+        return [part for part in self.parts if isinstance(part, DocumentPart)]
 
     def for_template(self, documents: Iterator[str]) -> dict[str, Any]:
         """The message as chat templates expect it: a developer is a system, and parts become the
         lines of one text, or of one before, between and after images. ``documents`` gives the texts
         of its documents, in order."""
-        content: str | list[dict[str, Any]] = ""
-        if isinstance(self.content, str):
-            content = self.content
-        elif self.content is not None:
-            content = _joined(self.content, documents)
+        content = self.text if not self.parts else _joined(self.parts, documents)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:

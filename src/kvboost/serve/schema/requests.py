@@ -102,14 +102,7 @@ class ChatRequest(Generation):
         if isinstance(info.context, ToolUse):
             self._use = info.context
         elif self._use is None:  # pydantic checks again what becomes part of another object
-            choice = self.tool_choice
-            word, named = (choice, None) if isinstance(choice, str) else (None, choice)
-            self._use = make_use(
-                [tool.described() for tool in self.tools or ()],
-                word,
-                None if named is None else named.function.name,
-                self.parallel_tool_calls,
-            )
+            self._use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
     @property
