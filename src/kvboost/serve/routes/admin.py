@@ -64,11 +64,7 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
 
     async def read(number: int) -> bytes:
         document = body.documents[number]
-        if (limit := engine.context_length) is not None:
-            texts = [body.header or "", document]
-            await server.workers.tokenize(
-                caller.counts_as, len(document), refuse_long_text, engine, texts, limit
-            )
+        await _refuse_long(server, caller, body.header or "", document)
         new = await engine.awarm(document, body.header, cache_salt=salt)
         return line({"done": number + 1, "total": total, "new_chunks": new})
 
@@ -186,11 +182,8 @@ async def pin(body: PinRequest, request: Request, server: Server, caller: Caller
             prompt = server.documents.get(place, body.document_id).text
         case PinIds():
             prompt = body.token_ids
-    if isinstance(prompt, str) and (limit := engine.context_length) is not None:
-        texts = [header or "", prompt]
-        await server.workers.tokenize(
-            caller.counts_as, len(prompt), refuse_long_text, engine, texts, limit
-        )
+    if isinstance(prompt, str):
+        await _refuse_long(server, caller, header or "", prompt)
     reading = engine.apin(prompt, header, ttl=body.ttl, cache_salt=place.salt)
     return JSONResponse(asdict(await unless_gone(request.receive, reading)))
 
@@ -247,6 +240,14 @@ async def live(
             "queue": {name: queue[name] for name in _QUEUE},
         }
     )
+
+
+async def _refuse_long(server: ServerState, caller: Tenant, *texts: str) -> None:
+    """Raises ApiError if ``texts`` together do not fit the context for certain."""
+    if (limit := server.engine.context_length) is not None:
+        await server.workers.tokenize(
+            caller.counts_as, len(texts[-1]), refuse_long_text, server.engine, texts, limit
+        )
 
 
 def _owner(server: ServerState, caller: Tenant, tenant: str | None) -> Tenant:

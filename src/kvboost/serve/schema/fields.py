@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -190,6 +190,19 @@ Speculate = Annotated[
 def has(body: Any, name: str) -> bool:
     """Whether an object gives a field: one that is null is not given."""
     return isinstance(body, dict) and body.get(name) is not None
+
+
+def one_field(said: str, models: Mapping[str, type[BaseModel]]) -> Discriminator:
+    """For unions of objects: an object gives just one of the fields that ``models`` names, and is
+    of the branch with that tag."""
+
+    def kind(body: Any) -> str | None:
+        given = [
+            name for name, model in models.items() if isinstance(body, model) or has(body, name)
+        ]
+        return given[0] if len(given) == 1 else None
+
+    return one_of(kind, said)
 
 
 def text_or_list(value: Any) -> str | None:

@@ -49,21 +49,14 @@ class PinDocument(_PinRequest):
     document_id: fields.ShortText
 
 
-def _pin_kind(body: object) -> str | None:
-    models = {"text": PinText, "token_ids": PinIds, "document_id": PinDocument}
-    given = [
-        field
-        for field, model in models.items()
-        if isinstance(body, model) or fields.has(body, field)
-    ]
-    return f"by {given[0]}" if len(given) == 1 else None
-
-
 PinRequest = Annotated[
-    Annotated[PinText, Tag("by text")]
-    | Annotated[PinIds, Tag("by token_ids")]
-    | Annotated[PinDocument, Tag("by document_id")],
-    fields.one_of(_pin_kind, "an object with one of 'text', 'token_ids' and 'document_id'"),
+    Annotated[PinText, Tag("text")]
+    | Annotated[PinIds, Tag("token_ids")]
+    | Annotated[PinDocument, Tag("document_id")],
+    fields.one_field(
+        "an object with one of 'text', 'token_ids' and 'document_id'",
+        {"text": PinText, "token_ids": PinIds, "document_id": PinDocument},
+    ),
 ]
 
 
@@ -124,15 +117,12 @@ class ForgetSalt(fields.OwnBody):
     """The name of the key whose salt it is. Default: the caller's own."""
 
 
-def _forget_kind(body: object) -> str | None:
-    has_text = isinstance(body, ForgetText) or fields.has(body, "text")
-    has_salt = isinstance(body, ForgetSalt) or fields.has(body, "cache_salt")
-    return None if has_text == has_salt else "a salt" if has_salt else "a text"
-
-
 ForgetRequest = Annotated[
-    Annotated[ForgetText, Tag("a text")] | Annotated[ForgetSalt, Tag("a salt")],
-    fields.one_of(_forget_kind, "an object with either 'text' or 'cache_salt'"),
+    Annotated[ForgetText, Tag("text")] | Annotated[ForgetSalt, Tag("cache_salt")],
+    fields.one_field(
+        "an object with either 'text' or 'cache_salt'",
+        {"text": ForgetText, "cache_salt": ForgetSalt},
+    ),
 ]
 
 
@@ -152,15 +142,12 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool = False
 
 
-def _kind(body: object) -> str | None:
-    has_messages = isinstance(body, TokenizeChat) or fields.has(body, "messages")
-    has_prompt = isinstance(body, TokenizeText) or fields.has(body, "prompt")
-    return None if has_messages == has_prompt else "a chat" if has_messages else "a text"
-
-
 TokenizeRequest = Annotated[
-    Annotated[TokenizeChat, Tag("a chat")] | Annotated[TokenizeText, Tag("a text")],
-    fields.one_of(_kind, "an object with either 'prompt' or 'messages'"),
+    Annotated[TokenizeChat, Tag("messages")] | Annotated[TokenizeText, Tag("prompt")],
+    fields.one_field(
+        "an object with either 'prompt' or 'messages'",
+        {"messages": TokenizeChat, "prompt": TokenizeText},
+    ),
 ]
 
 

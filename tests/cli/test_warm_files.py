@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvboost.cli.option_files import read_texts
 from kvboost.errors import ConfigError
 from kvboost.serve.settings import ApiKey, ServerSettings
-from kvboost.serve.warm_files import read_texts
 
 
 def test_folders_are_read_in_order_without_what_is_not_text(tmp_path) -> None:
