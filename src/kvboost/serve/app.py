@@ -35,13 +35,13 @@ from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.ollama import routes as ollama
 from kvboost.serve.openai_responses import routes as openai_responses
 from kvboost.serve.routes import (
-    adapters,
     admin,
     chat,
     completions,
     documents,
     embeddings,
     explain,
+    models,
     tokens,
 )
 from kvboost.serve.schema import replies
@@ -87,7 +87,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.state.server = state
     modules = (
         *(chat, completions, openai_responses, anthropic, ollama, embeddings),
-        *(tokens, adapters, admin, documents, explain),
+        *(models, tokens, admin, documents, explain),
     )
     routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":
@@ -112,29 +112,13 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     return app
 
 
-@router.endpoint("GET /v1/models", replies.ModelList, tags=["openai"])
-async def list_models(server: Server) -> Response:
-    """The names of this server's model, its adapters, and its model for embeddings."""
-    names = (*server.names, *server.adapter_names, *server.embedding_names)
-    data = [_model(server, name) for name in dict.fromkeys(names)]
-    return JSONResponse({"object": "list", "data": data})
+_HEALTH: dict[str, Any] = {
+    "response_model": replies.Health,
+    "responses": {**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
+}
 
 
-@router.endpoint(
-    "GET /v1/models/{model:path}", replies.AdapterReply | replies.ModelReply, 404, tags=["openai"]
-)
-async def retrieve_model(model: str, server: Server) -> Response:
-    """The model under one of its names, an adapter, or the model for embeddings."""
-    if model not in server.embedding_names:
-        server.check_model(model)
-    return JSONResponse(_model(server, model))
-
-
-@router.get(
-    "/health",
-    response_model=replies.Health,
-    responses={**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
-)
+@router.get("/health", **_HEALTH)
 async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
     Requests are answered meanwhile. 503 if it can answer none any more and must be started
@@ -146,11 +130,7 @@ async def health(server: Server) -> Response:
     return JSONResponse({"status": "warming", **_warming(server)})
 
 
-@router.get(
-    "/ready",
-    response_model=replies.Health,
-    responses={**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
-)
+@router.get("/ready", **_HEALTH)
 async def ready(server: Server) -> Response:
     """Whether a load balancer should send requests here: 200, or 503 while the server reads the
     documents that it starts with, stops, or must be started again."""
@@ -191,18 +171,3 @@ async def page() -> Response:
 def _warming(server: ServerState) -> dict[str, int]:
     done, total = server.documents.warming or (0, 0)
     return {"warmed": done, "to_warm": total}
-
-
-def _model(server: ServerState, name: str) -> dict[str, Any]:
-    if name in server.adapter_names:
-        return adapters.describe(server, name)
-    own = name in server.names
-    context = server.engine.context_length if own else server.embedder.max_tokens
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(server.started),
-        "owned_by": "kvboost",
-        "context_length": context,
-        "max_model_len": context,
-    }
