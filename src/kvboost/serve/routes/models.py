@@ -1,5 +1,5 @@
-"""``/v1/models``, and loading and unloading adapters as vLLM does. An adapter's name is the ``model``
-of a request."""
+"""``/v1/models``, and loading and unloading adapters as vLLM does. The name of an adapter is the
+``model`` of a request."""
 
 from __future__ import annotations
 
