@@ -16,23 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvboost.errors import (
-    AdapterError,
-    AdapterNotFoundError,
-    ConfigError,
-    ContextLengthError,
-    ForgetError,
-    ImageError,
-    KVBoostError,
-    KVTooLargeError,
-    PinError,
-    PromptError,
-    QueueFullError,
-    RankLostError,
-    ShuttingDownError,
-    StructuredOutputError,
-    UnknownAdapterError,
-)
+from kvboost import errors
 from kvboost.serve.http.problems import describe, place, short, shown
 
 logger = logging.getLogger("kvboost.serve")
@@ -57,15 +41,15 @@ _KINDS = {
     **dict.fromkeys((408, 504), "timeout_error"),
     **dict.fromkeys((500, 503), "server_error"),
 }
-_OF_ENGINE: dict[type[KVBoostError], tuple[int, str, str | None]] = {
-    KVTooLargeError: (413, "kv_bytes_exceeded", "prompt"),
-    ForgetError: (500, "not_forgotten", None),
-    UnknownAdapterError: (404, "model_not_found", "model"),
-    AdapterNotFoundError: (404, "adapter_not_found", "lora_path"),
-    AdapterError: (400, "adapter_refused", "lora_path"),
-    PinError: (409, "pins_full", None),
-    ImageError: (400, "invalid_image", "messages"),
-    PromptError: (400, "invalid_prompt", "prompt"),
+_OF_ENGINE: dict[type[errors.KVBoostError], tuple[int, str, str | None]] = {
+    errors.KVTooLargeError: (413, "kv_bytes_exceeded", "prompt"),
+    errors.ForgetError: (500, "not_forgotten", None),
+    errors.UnknownAdapterError: (404, "model_not_found", "model"),
+    errors.AdapterNotFoundError: (404, "adapter_not_found", "lora_path"),
+    errors.AdapterError: (400, "adapter_refused", "lora_path"),
+    errors.PinError: (409, "pins_full", None),
+    errors.ImageError: (400, "invalid_image", "messages"),
+    errors.PromptError: (400, "invalid_prompt", "prompt"),
 }
 """Status, code and field of errors of the engine whose message says all. The first class counts."""
 
@@ -144,18 +128,18 @@ def from_engine(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case QueueFullError():
+        case errors.QueueFullError():
             return ApiError(429, str(error), "queue_full", retry_after=max(1, error.retry_after))
-        case ContextLengthError():
+        case errors.ContextLengthError():
             return context_exceeded(str(error))
-        case ShuttingDownError():
+        case errors.ShuttingDownError():
             return shutting_down()
-        case RankLostError():
+        case errors.RankLostError():
             said = "a process of the model has ended; the server must be started again"
             return ApiError(503, said, "rank_lost")
-        case StructuredOutputError():
+        case errors.StructuredOutputError():
             return ApiError(400, str(error), "unsupported_format", error.option)
-        case ConfigError():
+        case errors.ConfigError():
             option, message = _option(str(error)), str(error)
             field = option if option is None else _FIELDS.get(option, option)
             message = message if field == option else f"{field}{message.removeprefix(str(option))}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvboost.chat.context_edits import REASONING
-from kvboost.serve.schema.messages import Mark
+from kvboost.serve.schema.chat import Mark
 from kvboost.tokens.hashing import TokenIds, common_prefix
 from kvboost.tokens.prompt import Conversation, Prompt
 

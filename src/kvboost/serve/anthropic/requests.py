@@ -10,34 +10,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Tag, m
 from pydantic.json_schema import SkipJsonSchema
 
 from kvboost.chat.tool_use import ToolUse
-from kvboost.serve.schema import fields
+from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import JsonSchema
 from kvboost.serve.schema.generation import ContextManagement, ReuseOptions
-from kvboost.serve.schema.messages import (
-    OTHER_PARTS,
-    CacheControl,
-    Call,
-    CalledFunction,
-    ContentPart,
-    DataUrl,
-    ImagePart,
-    Mark,
-    Marked,
-    Message,
-    TextPart,
-    ToolName,
-    described_tool,
-    make_use,
-    marks_of,
-    refuse_other_parts,
-    refuse_unseen,
-    shallow,
-)
 from kvboost.serve.schema.requests import ChatRequest
 
 
-class TextBlock(Marked):
-    type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
+class TextBlock(chat.Marked):
+    type: Annotated[Literal["text"], BeforeValidator(chat.refuse_other_parts)]
     text: fields.Text
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -74,13 +54,13 @@ def _kind_of(*kinds: str) -> Callable[[Any], str | None]:
         found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         if not isinstance(found, str):
             return None
-        is_other = "text" in kinds and found in OTHER_PARTS
+        is_other = "text" in kinds and found in chat.OTHER_PARTS
         return found if found in kinds else "text" if is_other else None
 
     return kind
 
 
-class DocumentBlock(Marked):
+class DocumentBlock(chat.Marked):
     """A document as text. It comes under its title, as uploaded documents do."""
 
     type: Literal["document"]
@@ -99,7 +79,7 @@ class DocumentBlock(Marked):
         return "\n\n".join(filter(None, (self.title, self.context, said)))
 
 
-class SearchResultBlock(Marked):
+class SearchResultBlock(chat.Marked):
     """What a search has found, as text under its title and source."""
 
     type: Literal["search_result"]
@@ -125,18 +105,18 @@ class Base64Source(fields.Body):
 
 class UrlSource(fields.Body):
     type: Literal["url"]
-    url: DataUrl
+    url: chat.DataUrl
 
 
-class ImageBlock(Marked):
-    type: Annotated[Literal["image"], BeforeValidator(refuse_unseen)]
+class ImageBlock(chat.Marked):
+    type: Annotated[Literal["image"], BeforeValidator(chat.refuse_unseen)]
     source: Annotated[
         Annotated[Base64Source, Tag("base64")] | Annotated[UrlSource, Tag("url")],
         fields.one_of(_kind_of("base64", "url"), "a source of the type base64 or url"),
     ]
 
-    def for_chat(self) -> ImagePart:
-        return ImagePart.of(self.source.url)
+    def for_chat(self) -> chat.ImagePart:
+        return chat.ImagePart.of(self.source.url)
 
 
 TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
@@ -148,12 +128,12 @@ class ThinkingBlock(fields.Body):
     signature: fields.Text = ""
 
 
-class ToolUseBlock(Marked):
+class ToolUseBlock(chat.Marked):
     type: Literal["tool_use"]
     id: fields.ShortText
-    name: ToolName
+    name: chat.ToolName
     input: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(shallow)
+        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
     ]
 
 
@@ -181,16 +161,16 @@ ResultContent = Annotated[
 ]
 
 
-class ToolResultBlock(Marked):
+class ToolResultBlock(chat.Marked):
     type: Literal["tool_result"]
     tool_use_id: fields.ShortText
     content: ResultContent | None = None
     is_error: bool | None = None
 
-    def for_chat(self) -> Message:
+    def for_chat(self) -> chat.Message:
         content = text_of(self.content or "")
         said = f"Error: {content}" if self.is_error else content
-        return Message(role="tool", tool_call_id=self.tool_use_id, content=said)
+        return chat.Message(role="tool", tool_call_id=self.tool_use_id, content=said)
 
 
 _KINDS = (*_TEXTS, "image", "thinking", "tool_use", "tool_result")
@@ -236,18 +216,18 @@ class AnthropicMessage(fields.Body):
             return [TextBlock(type="text", text=self.content)]
         return self.content
 
-    def for_chat(self) -> list[Message]:
+    def for_chat(self) -> list[chat.Message]:
         """Results of tools are messages of their own."""
         if self.role == "assistant":
             return [_assistant(self.blocks)]
-        messages: list[Message] = []
+        messages: list[chat.Message] = []
         for is_result, blocks in groupby(
             self.blocks, lambda block: isinstance(block, ToolResultBlock)
         ):
             if is_result:
                 messages += [one.for_chat() for one in blocks if isinstance(one, ToolResultBlock)]
             else:
-                messages.append(Message(role=self.role, content=_parts(blocks)))
+                messages.append(chat.Message(role=self.role, content=_parts(blocks)))
         return messages
 
     @property
@@ -256,9 +236,9 @@ class AnthropicMessage(fields.Body):
         return text_of([block for block in self.blocks if isinstance(block, TextualBlock)])
 
     @property
-    def mark(self) -> CacheControl | None:
+    def mark(self) -> chat.CacheControl | None:
         """The last mark in this message."""
-        marks = [block.cache_control for block in self.blocks if isinstance(block, Marked)]
+        marks = [block.cache_control for block in self.blocks if isinstance(block, chat.Marked)]
         return next((mark for mark in reversed(marks) if mark is not None), None)
 
 
@@ -266,18 +246,18 @@ def text_of(content: str | Sequence[TextualBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _assistant(blocks: Iterable[Block]) -> Message:
+def _assistant(blocks: Iterable[Block]) -> chat.Message:
     blocks = list(blocks)
     reasoning = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
-        Call(
+        chat.Call(
             id=block.id,
-            function=CalledFunction.of(block.name, block.input),
+            function=chat.CalledFunction.of(block.name, block.input),
         )
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    return Message(
+    return chat.Message(
         role="assistant",
         content=_parts(blocks) or "",
         reasoning_content="\n".join(reasoning) or None,
@@ -285,19 +265,19 @@ def _assistant(blocks: Iterable[Block]) -> Message:
     )
 
 
-def _parts(blocks: Iterable[Block]) -> list[ContentPart]:
+def _parts(blocks: Iterable[Block]) -> list[chat.ContentPart]:
     return [
         block.for_chat()
         if isinstance(block, ImageBlock)
-        else TextPart(type="text", text=block.text)
+        else chat.TextPart(type="text", text=block.text)
         for block in blocks
         if isinstance(block, TextualBlock | ImageBlock)
     ]
 
 
-class AnthropicTool(Marked):
+class AnthropicTool(chat.Marked):
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: chat.ToolName
     description: fields.Text | None = None
     input_schema: JsonSchema
     strict: bool | None = None
@@ -305,7 +285,7 @@ class AnthropicTool(Marked):
     """Changes nothing: arguments are always sent as they are written."""
 
     def described(self) -> dict[str, Any]:
-        return described_tool(
+        return chat.described_tool(
             self.name,
             description=self.description,
             parameters=self.input_schema,
@@ -325,7 +305,7 @@ class AnyChoice(fields.Body):
 
 class ToolNameChoice(fields.Body):
     type: Literal["tool"]
-    name: ToolName
+    name: chat.ToolName
     disable_parallel_tool_use: bool | None = None
 
 
@@ -382,7 +362,7 @@ class CountTokensRequest(fields.Body):
     tools: Annotated[list[AnthropicTool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
-    cache_control: CacheControl | None = None
+    cache_control: chat.CacheControl | None = None
     """Marks the end of the conversation."""
     output_config: OutputConfig | None = None
     speed: Literal["standard"] | None = None
@@ -403,7 +383,7 @@ class CountTokensRequest(fields.Body):
                 "token begins with one",
             )
         choice = self.tool_choice
-        self._use = make_use(
+        self._use = chat.make_use(
             self.tools,
             choice
             if choice is None or isinstance(choice, ToolNameChoice)
@@ -429,19 +409,23 @@ class CountTokensRequest(fields.Body):
             **more,
         )
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[chat.Mark]:
         """Where ``cache_control`` occurs."""
         before = len(self._system())
         blocks = self.system if isinstance(self.system, list) else []
-        first: list[Marked] = [*(self.tools or ()), *blocks]
+        first: list[chat.Marked] = [*(self.tools or ()), *blocks]
         ends = [(before, one.cache_control) for one in first]
         for message in self.messages:
             before += len(message.for_chat())
             ends.append((before, message.mark))
-        return marks_of([*ends, (before, self.cache_control)])
+        return chat.marks_of([*ends, (before, self.cache_control)])
 
-    def _system(self) -> list[Message]:
-        return [] if self.system is None else [Message(role="system", content=text_of(self.system))]
+    def _system(self) -> list[chat.Message]:
+        return (
+            []
+            if self.system is None
+            else [chat.Message(role="system", content=text_of(self.system))]
+        )
 
 
 class MessagesRequest(CountTokensRequest):

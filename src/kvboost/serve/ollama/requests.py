@@ -8,18 +8,9 @@ from pydantic import AfterValidator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvboost.chat.tool_use import ToolUse
-from kvboost.serve.schema import fields
+from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import JsonSchema
 from kvboost.serve.schema.generation import RepetitionPenalty, ReuseOptions, Stop
-from kvboost.serve.schema.messages import (
-    Call,
-    CalledFunction,
-    Message,
-    Tool,
-    ToolName,
-    make_use,
-    shallow,
-)
 from kvboost.serve.schema.requests import ChatRequest, CompletionRequest
 
 DEFAULT_TEMPERATURE = 0.8  # Ollama's
@@ -54,9 +45,9 @@ Number = Annotated[int, fields.WHOLE]
 
 
 class OllamaFunction(fields.Body):
-    name: ToolName
+    name: chat.ToolName
     arguments: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(shallow)
+        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
     ] = Field(default_factory=dict)
     index: Number | None = None
 
@@ -88,15 +79,15 @@ class OllamaMessage(fields.Body):
                 raise fields.goes_with(field, f"{field} goes with the role {role}")
         return self
 
-    def for_chat(self) -> Message:
+    def for_chat(self) -> chat.Message:
         calls = [
-            Call(
+            chat.Call(
                 id=call.id or f"call_{number}",
-                function=CalledFunction.of(call.function.name, call.function.arguments),
+                function=chat.CalledFunction.of(call.function.name, call.function.arguments),
             )
             for number, call in enumerate(self.tool_calls or ())
         ]
-        return Message(
+        return chat.Message(
             role=self.role,
             content=self.content,
             reasoning_content=self.thinking or None,
@@ -162,7 +153,9 @@ class Asked(Kept):
     cache_salt: fields.ShortText = ""
     kvboost: ReuseOptions = ReuseOptions()
 
-    def chat_request(self, model: str, messages: list[Message], context: int | None) -> ChatRequest:
+    def chat_request(
+        self, model: str, messages: list[chat.Message], context: int | None
+    ) -> ChatRequest:
         return ChatRequest.translated(
             self._use,
             messages=messages,
@@ -194,11 +187,11 @@ class OllamaChat(Asked):
     messages: Annotated[list[OllamaMessage], fields.some(fields.MAX_MESSAGES, least=0)] = Field(
         default_factory=list
     )
-    tools: Annotated[list[Tool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
+    tools: Annotated[list[chat.Tool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        self._use = make_use(self.tools, None, None)
+        self._use = chat.make_use(self.tools, None, None)
         return self
 
     def for_chat(self, model: str, context: int | None) -> ChatRequest:
@@ -230,8 +223,8 @@ class OllamaGenerate(Asked):
         return self.raw or bool(self.suffix)
 
     def for_chat(self, model: str, context: int | None) -> ChatRequest:
-        system = [Message(role="system", content=self.system)] if self.system else []
-        messages = [*system, Message(role="user", content=self.prompt)]
+        system = [chat.Message(role="system", content=self.system)] if self.system else []
+        messages = [*system, chat.Message(role="user", content=self.prompt)]
         return self.chat_request(model, messages, context)
 
     def for_completion(self, model: str, max_tokens: int) -> CompletionRequest:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.openai_responses.items import Item, messages_of
-from kvboost.serve.schema import fields
+from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import (
     JsonObjectFormat,
     JsonSchema,
@@ -17,14 +17,6 @@ from kvboost.serve.schema.formats import (
     TextFormat,
 )
 from kvboost.serve.schema.generation import ReuseOptions, needs
-from kvboost.serve.schema.messages import (
-    Message,
-    Retention,
-    ToolName,
-    choice_kind,
-    described_tool,
-    make_use,
-)
 from kvboost.serve.schema.requests import ChatRequest
 
 
@@ -32,24 +24,26 @@ class FunctionTool(fields.Body):
     """``type`` comes first: the error about another kind of tool names it."""
 
     type: Literal["function"]
-    name: ToolName
+    name: chat.ToolName
     description: fields.Text | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
 
     def described(self) -> dict[str, Any]:
-        return described_tool(**self.model_dump(exclude={"type"}))
+        return chat.described_tool(**self.model_dump(exclude={"type"}))
 
 
 class NamedFunctionTool(fields.Body):
     type: Literal["function"]
-    name: ToolName
+    name: chat.ToolName
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedFunctionTool, Tag("a tool")],
-    fields.one_of(choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
+    fields.one_of(
+        chat.choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"
+    ),
 ]
 
 
@@ -128,7 +122,7 @@ class ResponseRequest(fields.Body):
     truncation: Literal["auto", "disabled"] | None = None
     """With ``auto``, a conversation that does not fit the context loses its oldest messages."""
     prompt_cache_key: fields.ShortText | None = None
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: chat.Retention | None = None
     # Not in OpenAI's API.
     top_k: fields.TopK | None = None
     min_p: fields.Share | None = None
@@ -156,20 +150,20 @@ class ResponseRequest(fields.Body):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fields.goes_with("stream_options", "stream_options goes with stream=true")
-        self._use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        self._use = chat.make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
-    def new_messages(self) -> list[Message]:
+    def new_messages(self) -> list[chat.Message]:
         """The messages that this request adds to its conversation."""
         if isinstance(self.input, str):
-            return [Message(role="user", content=self.input)]
+            return [chat.Message(role="user", content=self.input)]
         return messages_of(self.input)
 
-    def for_chat(self, messages: Sequence[Message]) -> ChatRequest:
+    def for_chat(self, messages: Sequence[chat.Message]) -> ChatRequest:
         """The same as a chat request about the conversation ``messages``. The instructions come
         first, and are no part of the conversation."""
         system = self.instructions
-        first = [] if system is None else [Message(role="system", content=system)]
+        first = [] if system is None else [chat.Message(role="system", content=system)]
         chosen = self.text and self.text.format
         wanted = None
         if isinstance(chosen, SchemaFormat | JsonObjectFormat):

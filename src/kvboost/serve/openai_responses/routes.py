@@ -23,8 +23,8 @@ from kvboost.serve.openai_responses.requests import ResponseRequest
 from kvboost.serve.openai_responses.store import StoredResponse
 from kvboost.serve.openai_responses.writer import ResponseWriter
 from kvboost.serve.routes.chat import chat_call, chat_prompt
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.schema.fields import MAX_MESSAGES
-from kvboost.serve.schema.messages import Message
 from kvboost.serve.server import Caller, Server, ServerState
 
 router = Router(route_class=BodyRoute, tags=["openai"])

@@ -10,7 +10,7 @@ from typing import Any
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.problems import shown
 from kvboost.serve.http.streaming import line
-from kvboost.serve.schema.messages import Message
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.settings import ServerSettings
 
 _OBJECT_BYTES = 600

@@ -17,7 +17,7 @@ from kvboost.serve.http.streaming import event
 from kvboost.serve.openai_responses.items import messages_of_output
 from kvboost.serve.openai_responses.requests import ResponseRequest
 from kvboost.serve.openai_responses.store import StoredResponse, stored_size
-from kvboost.serve.schema.messages import Message
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.server import ServerState
 
 _TEXT_PARTS = {"content": "output_text", "reasoning": "reasoning_text"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
 from kvboost.serve.remote import wire
+from kvboost.serve.remote.wire import News, Step
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -27,7 +28,7 @@ class Outgoing:
     def __init__(self, engine: KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
         self._engine = engine
         self._pipe = pipe
-        self._news: list[wire.News] = []
+        self._news: list[News] = []
         self.running: dict[int, AnswerSender] = {}
         """By number."""
         self.healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
@@ -38,12 +39,12 @@ class Outgoing:
         try:
             callback(*arguments)
             news, self._news = self._news, []
-            self._pipe.send(wire.Step(news))
+            self._pipe.send(Step(news))
         except Exception:  # a defect; the loop has other answers to compute
             logger.exception("answers could not be sent to the API process")
             self._pipe.shut()
 
-    def add(self, news: wire.News) -> None:
+    def add(self, news: News) -> None:
         self._news.append(news)
 
     def end(self, number: int, healing: Healing | None) -> None:
@@ -90,7 +91,7 @@ class AnswerSender:
         state, start = self.state, self._num_sent
         assert state is not None
         self._num_sent += len(token_ids)
-        news = wire.News(self._number, list(token_ids))
+        news = News(self._number, list(token_ids))
         if state.logprobs:
             news.logprobs = state.logprobs[start : self._num_sent]
         if not start:
@@ -118,4 +119,4 @@ class AnswerSender:
             None if error is None else wire.to_wire(error),
         )
         self.event_loop.end(self._number, state.healing)
-        self.event_loop.add(wire.News(self._number, [], None, None, ended))
+        self.event_loop.add(News(self._number, [], None, None, ended))

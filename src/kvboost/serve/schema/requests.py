@@ -13,20 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from kvboost.chat.tool_use import ToolUse
-from kvboost.serve.schema import fields
+from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import ResponseFormat, response_options
 from kvboost.serve.schema.generation import ContextManagement, Generation, needs
-from kvboost.serve.schema.messages import (
-    CacheControl,
-    Mark,
-    Message,
-    Retention,
-    Thinking,
-    Tool,
-    ToolChoice,
-    make_use,
-    marks_of,
-)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of a completion
 
@@ -41,9 +30,9 @@ class ChatRequest(Generation):
         }
     )
 
-    messages: Annotated[list[Message], fields.some(fields.MAX_MESSAGES)]
-    tools: Annotated[list[Tool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
-    tool_choice: ToolChoice | None = None
+    messages: Annotated[list[chat.Message], fields.some(fields.MAX_MESSAGES)]
+    tools: Annotated[list[chat.Tool], fields.some(fields.MAX_TOOLS, least=0)] | None = None
+    tool_choice: chat.ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: fields.TemplateOptions | None = None
@@ -51,13 +40,13 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = None
     """Whether the answer continues the last message, which is the assistant's."""
     reasoning_effort: fields.Effort | None = None
-    thinking: Thinking | None = None
+    thinking: chat.Thinking | None = None
     enable_thinking: bool | None = None
     context_management: ContextManagement | None = None
-    cache_control: CacheControl | None = None
+    cache_control: chat.CacheControl | None = None
     """Marks the end of the conversation."""
     prompt_cache_key: fields.ShortText | None = None
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: chat.Retention | None = None
     max_completion_tokens: fields.MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: fields.Logprobs | None = None
@@ -102,7 +91,7 @@ class ChatRequest(Generation):
         if isinstance(info.context, ToolUse):
             self._use = info.context
         elif self._use is None:  # pydantic checks again what becomes part of another object
-            self._use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+            self._use = chat.make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
     @property
@@ -122,14 +111,14 @@ class ChatRequest(Generation):
     def formats(self) -> dict[str, dict[str, Any]]:
         return response_options(self.response_format) | super().formats()
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[chat.Mark]:
         """Where ``cache_control`` occurs. That of a tool marks the first system messages, too."""
         messages = self.messages
         others = (n for n, one in enumerate(messages) if one.role not in ("system", "developer"))
         system = next(others, len(messages))
         ends = [(system, tool.cache_control) for tool in self.tools or ()]
         ends += [(number, one.mark) for number, one in enumerate(messages, 1)]
-        return marks_of([*ends, (len(messages), self.cache_control)])
+        return chat.marks_of([*ends, (len(messages), self.cache_control)])
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template is asked for. A template uses the names that it knows."""
