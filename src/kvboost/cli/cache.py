@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, expanded, out, print_json
+from kvboost.cli.common import AsJson, errors, expanded, out, print_json, told
 from kvboost.config import (
     DEFAULT_MODEL,
     cache_dir,
@@ -49,9 +49,7 @@ class Place:
     ] = None
     named: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--dir", "--cache-dir", metavar="FOLDER", help="The folder, named as an option."
-        ),
+        told("The folder, named as an option.", "--dir", "--cache-dir", metavar="FOLDER"),
     ] = None
 
     def open(self, **options: Any) -> CacheFolder:
@@ -70,8 +68,7 @@ class Place:
 
 
 OfModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Only this model: its name, or the beginning of its id."),
+    str | None, told("Only this model: its name, or the beginning of its id.", "--model", "-m")
 ]
 _PREVIEW = 48
 
@@ -81,8 +78,8 @@ _PREVIEW = 48
 def ls(
     place: Place,
     model: OfModel = None,
-    text: Annotated[bool, typer.Option("--text", help="Show the beginning of their text.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Chunks to print; 0 prints all.")] = 20,
+    text: Annotated[bool, told("Show the beginning of their text.", "--text")] = False,
+    limit: Annotated[int, told("Chunks to print; 0 prints all.", min=0)] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the chunks, the last used first.
@@ -210,7 +207,7 @@ def verify(place: Place, as_json: AsJson = False) -> None:
 def clear(
     place: Place,
     model: OfModel = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, told("Do not ask.", "--yes", "-y")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove all chunks, or those of one model.
@@ -239,7 +236,7 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="The .tar file to write.")],
     place: Place,
     model: OfModel = None,
-    key: Annotated[str | None, typer.Option(help="Only this chunk, and those before it.")] = None,
+    key: Annotated[str | None, told("Only this chunk, and those before it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write chunks into one file, for another machine.
@@ -265,7 +262,7 @@ def install(
         Path, typer.Argument(metavar="FILE", help="A file that kvboost cache export wrote.")
     ],
     place: Place,
-    max_size: Annotated[str, typer.Option(help="The most that the folder may hold.")] = "20GiB",
+    max_size: Annotated[str, told("The most that the folder may hold.")] = "20GiB",
     as_json: AsJson = False,
 ) -> None:
     """Install the chunks of an exported file, each checked first.
@@ -297,8 +294,7 @@ def forget(
     ],
     place: Place,
     model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="The model whose tokenizer splits the text."),
+        str | None, told("The model whose tokenizer splits the text.", "--model", "-m")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

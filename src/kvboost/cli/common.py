@@ -28,79 +28,68 @@ from kvboost.config import (
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.results import GenerationResult
 
+
+def told(help: str, *flags: str, **more: Any) -> Any:
+    """An option of a command, with its help."""
+    return typer.Option(*flags, help=help, **more)
+
+
 Model = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A model's name, a folder, a .gguf file or a hub id; see kvboost models.",
+    told(
+        "A model's name, a folder, a .gguf file or a hub id; see kvboost models.", "--model", "-m"
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or mps; by default the best one there is.")
-]
+Device = Annotated[str | None, told("cpu, cuda or mps; by default the best one there is.")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default what suits the device."),
+    str | None, told("float32, bfloat16 or float16; by default what suits the device.")
 ]
 Weights = Annotated[
     str,
-    typer.Option(
-        help="Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
+    told(
+        "Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
         "auto (packed where that is fast)."
     ),
 ]
 Mode = Annotated[
-    str,
-    typer.Option(
-        help="baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse)."
-    ),
+    str, told("baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse).")
 ]
 Exactness = Annotated[
-    str,
-    typer.Option(
-        help="repaired (moved text answers as it is) or verified (it is read again, exactly)."
-    ),
+    str, told("repaired (moved text answers as it is) or verified (it is read again, exactly).")
 ]
 Speculate = Annotated[
     str,
-    typer.Option(
-        help="auto (draft tokens from the text that was read where that is faster), off, or the "
+    told(
+        "auto (draft tokens from the text that was read where that is faster), off, or the "
         "most tokens of a draft."
     ),
 ]
 DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A smaller model with the same vocabulary that drafts tokens too."),
+    str | None, told("A smaller model with the same vocabulary that drafts tokens too.")
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(
-        help="What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."
-    ),
+    told("What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."),
 ]
 HostMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory for streamed layers; others are read from disk in every step."),
+    str | None, told("Memory for streamed layers; others are read from disk in every step.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+AsJson = Annotated[bool, told("Print JSON, for scripts.", "--json")]
 Temperature = Annotated[
-    float,
-    typer.Option(min=0.0, help="0 always takes the likeliest token; more makes answers vary."),
+    float, told("0 always takes the likeliest token; more makes answers vary.", min=0.0)
 ]
-Seed = Annotated[int | None, typer.Option(help="Gives the same random choices every time.")]
-MaxNewTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+Seed = Annotated[int | None, told("Gives the same random choices every time.")]
+MaxNewTokens = Annotated[int, told("The longest answer, in tokens.")]
 
 CacheDir = Annotated[
     Path | None,
-    typer.Option(
-        help="Keep the cache in this folder for the next run; by default the folder that "
+    told(
+        "Keep the cache in this folder for the next run; by default the folder that "
         "KVBOOST_CACHE_DIR names, if any."
     ),
 ]
 KVBits = Annotated[
-    int,
-    typer.Option("--kv-bits", help="Precision of the cache: 16 bits, or 8 or 4 to save space."),
+    int, told("Precision of the cache: 16 bits, or 8 or 4 to save space.", "--kv-bits")
 ]
 
 
@@ -160,10 +149,9 @@ out = Console()
 say = Console(stderr=True, highlight=False, soft_wrap=True)
 """What a server says besides its address, which goes to standard output for scripts."""
 
-Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Host = Annotated[str, told("The address to listen on.")]
 AllowHost = Annotated[
-    list[str] | None,
-    typer.Option(help="Another host name of this server; may be repeated; * allows any."),
+    list[str] | None, told("Another host name of this server; may be repeated; * allows any.")
 ]
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 

@@ -22,6 +22,7 @@ from kvboost.cli.common import (
     load_engine,
     out,
     print_json,
+    told,
 )
 from kvboost.cli.explained_requests import Asked, read_requests
 from kvboost.config import DEFAULT_MODEL, GenerationMode, choose
@@ -38,11 +39,10 @@ def explain(
     ],
     model: Model = DEFAULT_MODEL,
     url: Annotated[
-        str | None,
-        typer.Option(help="Ask this server of kvboost serve, which has a model and a cache."),
+        str | None, told("Ask this server of kvboost serve, which has a model and a cache.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="KVBOOST_KEY", help="The server's key, if it needs one.")
+        str | None, told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
     ] = None,
     mode: Mode = "chunk_kv_reuse",
     *,

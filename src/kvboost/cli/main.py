@@ -36,6 +36,7 @@ from kvboost.cli.common import (
     print_json,
     read_schema,
     summary,
+    told,
     unwrap_help,
 )
 from kvboost.config import DEFAULT_MODEL
@@ -65,8 +66,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, told("Show the version.", "--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """A language model should never read the same text twice."""
@@ -78,7 +78,7 @@ def demo(
     model: Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: Dtype = "float32",
-    quick: Annotated[bool, typer.Option("--quick", help="Ask half of the prompts.")] = False,
+    quick: Annotated[bool, told("Ask half of the prompts.", "--quick")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare answers and times without and with reuse.
@@ -118,17 +118,16 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+        list[str] | None, told("End the answer before this text; may be repeated.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Ask in the model's chat template; --no-chat continues the text.")
+        bool, told("Ask in the model's chat template; --no-chat continues the text.")
     ] = True,
     schema: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answer in JSON that keeps to the JSON schema in FILE."),
+        Path | None, told("Answer in JSON that keeps to the JSON schema in FILE.", metavar="FILE")
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Answer with text that this regular expression matches.")
+        str | None, told("Answer with text that this regular expression matches.")
     ] = None,
     *,
     how: Answering,
@@ -167,7 +166,7 @@ def generate(
 @expanded
 def chat(
     model: Model = DEFAULT_MODEL,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    system: Annotated[str | None, told("The system prompt.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -198,7 +197,7 @@ def doctor(
     device: Device = None,
     dtype: Dtype = None,
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="Show instead whether vLLM can use KVBoost here.")
+        bool, told("Show instead whether vLLM can use KVBoost here.", "--vllm")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -30,6 +30,7 @@ from kvboost.cli.common import (
     Weights,
     option,
     speculation,
+    told,
     unreadable,
 )
 from kvboost.cli.option_files import read_option_file
@@ -119,8 +120,8 @@ def check_config(context: typer.Context) -> None:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        help="A TOML file of these options, such as max-running = 16. Options of the command line "
+    told(
+        "A TOML file of these options, such as max-running = 16. Options of the command line "
         "come first.",
         is_eager=True,
         callback=_take_defaults,

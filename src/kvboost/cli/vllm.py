@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, expanded, option, out, print_json
+from kvboost.cli.common import AsJson, errors, expanded, option, out, print_json, told
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError
 
@@ -31,9 +31,7 @@ class At:
     url: str = option("The address of vLLM's API.", "http://127.0.0.1:8000")
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", "-m", help="The model's name at the server; by default its first one."
-        ),
+        told("The model's name at the server; by default its first one.", "--model", "-m"),
     ] = None
     salt: str | None = option(
         "The cache_salt of the requests that are meant; by default those without."
@@ -85,7 +83,7 @@ def forget(
         str | None, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--everything", help="Forget all that was read under the salt.")
+        bool, told("Forget all that was read under the salt.", "--everything")
     ] = False,
     *,
     at: At,
