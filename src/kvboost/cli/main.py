@@ -40,7 +40,7 @@ from kvboost.cli.common import (
     unwrap_help,
 )
 from kvboost.config import DEFAULT_MODEL
-from kvboost.model.deferred import install
+from kvboost.model.loading.deferred import install
 
 app = typer.Typer(
     name="kvboost",
