@@ -23,9 +23,6 @@ from tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
-# Imports are as in any program here; processes that tests start may start more quickly.
-os.environ.setdefault("KVBOOST_DEFER_IMPORTS", "1")
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))
 
