@@ -179,8 +179,7 @@ class Backend:
 
     def _make_quantizer(self, shape: KVShape, rotation: Rotation | None) -> Quantizer:
         bits = group_format(shape, self._config.kv_cache_bits).bits
-        measures = self._config.key_norms
-        return make_quantizer(self.model, rotation, self.tiers.ram, bits, measures)
+        return make_quantizer(self.model, rotation, self.tiers.ram, bits)
 
     @property
     def _near_bytes(self) -> int:
@@ -253,8 +252,8 @@ def group_format(shape: KVShape, bits: int) -> KVFormat:
 
 
 def make_quantizer(
-    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
+    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int
 ) -> Quantizer:
     """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
     own = ram.own if device_of(model.device).is_host else None
-    return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)
+    return Quantizer(bits, rotation, own=own)

@@ -67,7 +67,7 @@ class PagedBackend(Backend):
         precision as they were computed, and if any prompt may use them."""
         config = self._config
         is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
-        keeps = is_wanted and not config.key_norms and self.shares_rows
+        keeps = is_wanted and self.shares_rows
         return self._slab_bytes if keeps else 0
 
     @property

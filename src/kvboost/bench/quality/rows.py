@@ -64,8 +64,6 @@ class Row:
     charged_flops: float = 0.0
     """What repair cost, as a share of the arithmetic of computing all moved rows."""
     kl_by_token: tuple[float, ...] = ()
-    expected_kl: float | None = None
-    """What ``auto`` expected the KL of the first token to be."""
     no_context_f1: float | None = None
     """Of the answer without passages."""
     no_context_kl: float | None = None
