@@ -18,7 +18,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.parallel import load_part
 from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.assemble import place_rows
-from kvboost.reuse.rope import MixedRotation, Rotation
+from kvboost.reuse.rope import Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.messages import Failure, Message
@@ -67,8 +67,7 @@ class Follower:
         self._parts.clear()
         self._model = load_part(message.name, message.tp_size, **message.options)
         rotation = rotation_of(self._model)
-        assert not isinstance(rotation, MixedRotation)
-        self._rotation = rotation
+        self._rotation = None if rotation is None else rotation.groups[0]
 
     @do.register
     def _(self, message: messages.Serve) -> None:

@@ -20,8 +20,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.model.segment import Segment
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.rope import MixedRotation
-from kvboost.runtime.backend import MAX_IDLE, Backend
+from kvboost.runtime.backend import MAX_IDLE, Backend, group_format
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker, ShardedPool, number_of
 from kvboost.runtime.parallel.messages import (
     HookMessage,
@@ -133,9 +132,8 @@ class ParallelBackend(Backend):
 
     @property
     def kv_format(self) -> KVFormat:
-        format = super().kv_format
-        assert isinstance(format, KVFormat)
-        return replace(format, num_kv_heads=self._num_kv_heads)
+        here = group_format(self.model.forward.uniform_shape, self._config.kv_cache_bits)
+        return replace(here, num_kv_heads=self._num_kv_heads)
 
     def _open_tiers(self) -> Tiers:
         tiers = super()._open_tiers()
@@ -146,9 +144,7 @@ class ParallelBackend(Backend):
         return ShardedPool(self._ranks, self.model.forward.uniform_shape, MAX_IDLE)
 
     def _make_packer(self) -> Packer:
-        shape, rotation = self.model.forward.uniform_shape, self.rotation
-        assert not isinstance(rotation, MixedRotation)
-        return ShardedPacker(self._ranks, self._make_quantizer(shape, rotation))
+        return ShardedPacker(self._ranks, *self._make_quantizers())
 
 
 def start_ranks(
