@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -135,20 +135,51 @@ class Planner:
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
                 "on the prompt's length: nothing is reused, moved or kept"
             )
-        facts = plan_facts(
-            self._store,
-            self._root(request),
-            request,
-            known,
-            plan,
-            last=live_end - 1,
-            cacheable=self._cacheable(request),
-            movable=self._movable(request, live_end),
-            refusal=refusal,
-            weighed=weighed if refusal == "slower" else None,
-        )
+        weighed = weighed if refusal == "slower" else None
+        facts = self._facts(request, known, plan, live_end, refusal, weighed)
         explain = explainer(self._store, request.token_ids, self._decode)
         return plan, ReuseReport(plan.spans, tuple(notes), facts=facts, explainer=explain)
+
+    def _facts(
+        self,
+        request: Request,
+        known: KnownRows,
+        plan: Plan,
+        live_end: int,
+        refusal: str,
+        weighed: Weighed | None,
+    ) -> PlanFacts:
+        """What is noted of every plan, to explain it later. That takes microseconds: nothing is
+        looked at chunk by chunk. ``weighed``: the costs by which moved text was refused."""
+        root, last, cacheable = self._root(request), live_end - 1, self._cacheable(request)
+        in_place = known.in_place
+        known_rows = in_place[-1].end if in_place else 0
+        prefix = max(plan.num_shared, known_rows)
+        follows: list[int] = []
+        if prefix < min(last, cacheable) and plan.num_shared <= known_rows:
+            ids = request.token_ids
+            follows = self._store.following(root, in_place, ids, SHOWN_TOKENS).tolist()
+        scale = 1e3 if weighed is not None and weighed.is_measured else 1.0
+        return PlanFacts(
+            time.time(),
+            root,
+            request.mode.value,
+            prefix,
+            tuple(follows),
+            last,
+            cacheable,
+            self._movable(request, live_end),
+            tuple(
+                MovedRows(
+                    one.start, one.end, one.hits[0].distance, one.rows_before, one.rows_changed
+                )
+                for one in plan.moved
+            ),
+            tuple(_left(known, plan)) if known.moved else (),
+            refusal,
+            None if weighed is None else (weighed.moving * scale, weighed.computing * scale),
+            scale > 1,
+        )
 
     def _refusal(self, request: Request) -> str:
         """Why text is not moved, whatever is cached; empty if it may be."""
@@ -216,50 +247,6 @@ def _no_lag(row: int) -> int:
 
 def _until(hits: tuple[Hit, ...], end: int) -> tuple[Hit, ...]:
     return tuple(hit.clip(hit.start, end) for hit in hits if hit.start < end)
-
-
-def plan_facts(
-    store: ChunkStore,
-    root: ChunkKey,
-    request: Request,
-    known: KnownRows,
-    plan: Plan,
-    *,
-    last: int,
-    cacheable: int,
-    movable: int,
-    refusal: str,
-    weighed: Weighed | None,
-) -> PlanFacts:
-    """``known`` is what ``plan`` was made of; ``weighed`` the costs by which moved text was
-    refused."""
-    in_place = known.in_place
-    known_rows = in_place[-1].end if in_place else 0
-    prefix = max(plan.num_shared, known_rows)
-    follows: TokenIds | Sequence[int] = ()
-    is_whole = prefix >= min(last, cacheable) or plan.num_shared > known_rows
-    if not is_whole:
-        follows = store.following(root, in_place, request.token_ids, SHOWN_TOKENS).tolist()
-    moved = tuple(
-        MovedRows(run.start, run.end, run.hits[0].distance, run.rows_before, run.rows_changed)
-        for run in plan.moved
-    )
-    scale = 1e3 if weighed is not None and weighed.is_measured else 1.0
-    return PlanFacts(
-        time.time(),
-        root,
-        request.mode.value,
-        prefix,
-        tuple(follows),
-        last,
-        cacheable,
-        movable,
-        moved,
-        tuple(_left(known, plan)) if known.moved else (),
-        refusal,
-        None if weighed is None else (weighed.moving * scale, weighed.computing * scale),
-        scale > 1,
-    )
 
 
 def _left(known: KnownRows, plan: Plan) -> list[tuple[int, int]]:
