@@ -18,13 +18,13 @@ static void attend_part(
 ) {
     const Plan *plan = call->plan;
     const int dim = plan->dim, group = call->heads / plan->kv_heads;
-    const float factor = call->scale * LOG2_E;
     clear(work, count, dim);
+    work->factor = call->scale * LOG2_E; // weights are powers of 2
     for (int i = 0; i < count; i++) {
         const int at = run->first + (first + i) / group;
         const int head = kv_head * group + (first + i) % group;
         const number *query = call->queries + head * call->head_stride;
-        take_query(work, i, query + plan->rows[at] * call->row_stride, dim, factor);
+        take_query(work, i, query + plan->rows[at] * call->row_stride, dim);
         work->limits[i] = plan->limits[at];
         work->most[i] = NOTHING;
     }
@@ -42,7 +42,7 @@ static void attend_part(
             score(work, tile, rows, dim, work->scores, KEYS);
             for (int row = 0; row < rows; row++) {
                 const int seen = work->limits[tile + row] - key;
-                weigh(work, tile + row, row, seen, dim, factor);
+                weigh(work, tile + row, row, seen, dim);
             }
             add_values(work, tile, rows, seen_by_last < KEYS ? seen_by_last : KEYS, values, dim);
         }
@@ -125,12 +125,12 @@ static void add_mass(
 ) {
     const int dim = call->dim, group = call->heads / call->kv_heads, end = call->start + call->rows;
     const int64_t width = (end + KEYS - 1) / KEYS * KEYS;
-    const float factor = call->scale * LOG2_E;
     clear(work, MASS_QUERIES, dim);
+    work->factor = call->scale * LOG2_E;
     for (int i = 0; i < count; i++) {
         const int row = (first + i) / group, head = kv_head * group + (first + i) % group;
         const number *query = call->queries + head * call->head_stride;
-        take_query(work, i, query + row * call->row_stride, dim, factor);
+        take_query(work, i, query + row * call->row_stride, dim);
     }
     for (int key = 0; key < end; key += KEYS) {
         const int keys = end - key < KEYS ? end - key : KEYS;
@@ -144,7 +144,7 @@ static void add_mass(
     for (int i = 0; i < count; i++) {
         float *mine = scores + i * width, top;
         const int seen = call->start + (first + i) / group + 1;
-        const float sum = weigh_all(mine, call->absent, seen, width, factor, &top);
+        const float sum = weigh_all(work, mine, call->absent, seen, width, &top);
         const float *weights = call->weights + (first + i) / group;
         const float sink = sink_weight(call->sinks, kv_head * group + (first + i) % group, top);
         const float each = 1 / ((sum + sink) * call->heads);

@@ -23,6 +23,7 @@ typedef struct {
     bf16 values[KEYS * MOST_DIM]; // [key half][dim tile][key pair][dim, 2]
     float scores[TILE * KEYS];
     bf16 weights[TILE * KEYS];
+    float factor;
 } __attribute__((aligned(64))) Workspace;
 
 static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
@@ -92,7 +93,7 @@ static void score(
 
 // The weights of one query's keys, relative to its highest score so far, or nearly: what the query
 // has added up is only rescaled when a score exceeds that reference by more than SLACK.
-static inline void weigh(Workspace *work, int query, int row, int seen, int dim, float scale) {
+static inline void weigh(Workspace *work, int query, int row, int seen, int dim) {
     bf16 *weights = work->weights + row * KEYS;
     if (seen <= 0) {
         memset(weights, 0, KEYS * sizeof(bf16));
@@ -108,7 +109,7 @@ static inline void weigh(Workspace *work, int query, int row, int seen, int dim,
         }
         most = _mm512_max_ps(most, s[i]);
     }
-    const __m512 factor = _mm512_set1_ps(scale);
+    const __m512 factor = _mm512_set1_ps(work->factor);
     most = _mm512_mul_ps(most, factor);
     __m512 sum = _mm512_load_ps(work->sums + query * TILE);
     float top = work->most[query];
@@ -131,8 +132,9 @@ static inline void weigh(Workspace *work, int query, int row, int seen, int dim,
 }
 
 static void add_values(
-    Workspace *work, int tile, int rows, int weighed, const bf16 *unpacked, int dim
+    Workspace *work, int tile, int rows, int weighed, const bf16 *values_as_they_are, int dim
 ) {
+    (void)rows, (void)weighed, (void)values_as_they_are; // all of the tile, and packed values
     compiler_barrier();
     _tile_loadd(4, work->weights, KEYS * 2);
     _tile_loadd(5, work->weights + 32, KEYS * 2);
@@ -155,7 +157,7 @@ static void clear(Workspace *work, int count, int dim) {
     memset(work->sums, 0, (size_t)tiles * TILE * TILE * sizeof(float));
 }
 
-static void take_query(Workspace *work, int i, const bf16 *query, int dim, float factor) {
+static void take_query(Workspace *work, int i, const bf16 *query, int dim) {
     memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
 }
 
@@ -170,9 +172,10 @@ static void divide(const float *from, float by, int dim, float *to) {
 // Turns the scores of all keys into weights, relative to the highest score, which is written to
 // `top`; returns their sum.
 static float weigh_all(
-    float *scores, const uint8_t *absent, int seen, int64_t width, float scale, float *top
+    const Workspace *work, float *scores, const uint8_t *absent, int seen, int64_t width, float *top
 ) {
-    const __m512 factor = _mm512_set1_ps(scale), nothing = _mm512_set1_ps(NOTHING);
+    (void)width;
+    const __m512 factor = _mm512_set1_ps(work->factor), nothing = _mm512_set1_ps(NOTHING);
     __m512 most = nothing, sum = _mm512_setzero_ps();
     for (int key = 0; key < seen; key += TILE) {
         const __mmask16 there = _mm_cmpeq_epi8_mask(

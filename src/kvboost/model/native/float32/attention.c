@@ -11,6 +11,7 @@
 
 #define BEGIN_THREAD
 #define END_THREAD
+#define pack_values(...) // they are multiplied as they are
 
 typedef struct {
     float queries[MOST_QUERIES * MOST_DIM]; // times the scale and log2(e): weights are powers of 2
@@ -19,6 +20,7 @@ typedef struct {
     int32_t limits[MOST_QUERIES];
     float keys[KEYS * MOST_DIM]; // [32 keys of a panel][dim][key]
     float scores[ROWS * KEYS];
+    float factor;
 } __attribute__((aligned(64))) Workspace;
 
 // 4 keys of 4 channels, key by key, to 4 channels of 4 keys.
@@ -75,7 +77,7 @@ INLINE float total(vec numbers) {
 
 // Turns one query's scores into weights, relative to its highest score so far; rescales what the
 // query has added up when that score rises.
-INLINE void weigh(Workspace *work, int query, int row, int seen, int dim, float factor) {
+INLINE void weigh(Workspace *work, int query, int row, int seen, int dim) {
     float *scores = work->scores + row * KEYS;
     if (seen <= 0) {
         memset(scores, 0, KEYS * sizeof(float));
@@ -107,12 +109,9 @@ INLINE void clear(Workspace *work, int count, int dim) {
     memset(work->sums, 0, (size_t)count * sizeof(float));
 }
 
-INLINE void take_query(Workspace *work, int i, const float *query, int dim, float factor) {
-    for (int d = 0; d < dim; d++) work->queries[i * dim + d] = query[d] * factor;
+INLINE void take_query(Workspace *work, int i, const float *query, int dim) {
+    for (int d = 0; d < dim; d++) work->queries[i * dim + d] = query[d] * work->factor;
 }
-
-// Values are multiplied as they are.
-INLINE void pack_values(Workspace *work, const float *values, int count, int dim) {}
 
 // Scores of `rows` queries from `tile` on with the block's keys: to out, by its stride.
 INLINE void score(
@@ -145,8 +144,9 @@ INLINE void round_row(const float *row, int dim, float *out) {
 // Turns the scores of all keys into weights, relative to the highest score, which is written to
 // `top`; returns their sum.
 INLINE float weigh_all(
-    float *scores, const uint8_t *absent, int seen, int64_t width, float factor, float *top
+    const Workspace *work, float *scores, const uint8_t *absent, int seen, int64_t width, float *top
 ) {
+    (void)work; // queries have its factor
     for (int key = 0; key < seen; key++) scores[key] = absent[key] ? NOTHING : scores[key];
     for (int key = seen; key < width; key++) scores[key] = NOTHING;
     vec best = {0}, sums = {0};
