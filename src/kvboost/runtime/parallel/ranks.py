@@ -23,6 +23,7 @@ from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from kvboost.errors import ConfigError, KVBoostError, RankLostError
+from kvboost.runtime.devices import device_of
 from kvboost.runtime.parallel.messages import Failure, Message, Release
 
 STEP_SECONDS = 300.0
@@ -213,7 +214,7 @@ def open_ranks(size: int, device: torch.device) -> Ranks:
             "the other engine with tp_size first, and do not use torchrun: KVBoost starts its "
             "processes itself"
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = device_of(device).collectives
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvboost-ranks-"))
         stack.callback(_leave_group)
