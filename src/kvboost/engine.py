@@ -753,8 +753,9 @@ class KVBoost:
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
     ) -> Calibration:
         """Finds how little of moved text may be recomputed so that the answers to ``samples`` stay
-        within ``max_kl`` of a full prefill, and uses that ratio from now on. Read the documents of
-        the samples first, with :meth:`warm` or in other requests."""
+        within ``max_kl`` of a full prefill, and uses that ratio from now on; give it to later
+        engines as ``recompute_ratio``. Read the documents of the samples first, with :meth:`warm`
+        or in other requests."""
         found = calibrate(self, samples, max_kl, self.config.repair, cache_salt)
         self._settings.use(found)
         return found
