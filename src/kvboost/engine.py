@@ -51,7 +51,6 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.results.explaining import Traces
-from kvboost.reuse.arrange import arrange
 from kvboost.runtime.computing import text_pieces
 from kvboost.runtime.documents import Documents, check_ttl
 from kvboost.runtime.embedding import LoadedModelEmbedder
@@ -582,15 +581,7 @@ class KVBoost:
         """Puts ``documents`` into the order with the longest exact hit, and says what that is
         expected to save. The prompt is ``header``, documents, ``question``; with ``header=None``
         it follows the model's chat template."""
-        if isinstance(documents, str) or not documents:
-            raise PromptError(f"documents={documents!r} must be several strings")
-        before, after = self._prompts.frame(header, question)
-        return arrange(
-            before,
-            [self._prompts.join(text) for text in documents],
-            after,
-            lambda ids: self._runtime.known_exactly(ids, cache_salt),
-        )
+        return self._documents.arrange(header, documents, question, cache_salt)
 
     def pin(
         self,

@@ -1,4 +1,4 @@
-"""Texts that are read and kept without an answer, and pinned."""
+"""Texts that are read and kept without an answer, arranged and pinned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TypeGuard, cast
 from kvboost.config import MOST_CONTEXTS, at_least, whole
 from kvboost.errors import ConfigError, PinError, PromptError
 from kvboost.progress import Progress
-from kvboost.results import Pin
+from kvboost.results import Arrangement, Pin
+from kvboost.reuse.arrange import arrange
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.loop import Loop
 from kvboost.runtime.requests import Requests
@@ -121,6 +122,20 @@ class Documents:
                 )
                 return waiting
         return len(pairs)
+
+    def arrange(
+        self, header: str | None, documents: Sequence[str], question: str, salt: str
+    ) -> Arrangement:
+        """See ``KVBoost.arrange``."""
+        if isinstance(documents, str) or not documents:
+            raise PromptError(f"documents={documents!r} must be several strings")
+        before, after = self._prompts.frame(header, question)
+        return arrange(
+            before,
+            [self._prompts.join(text) for text in documents],
+            after,
+            lambda ids: self._runtime.known_exactly(ids, salt),
+        )
 
     def pin(self, text: Prompt, header: str | None, ttl: float | None, salt: str) -> Pin:
         """See ``KVBoost.pin``."""
