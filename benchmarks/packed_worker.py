@@ -122,7 +122,7 @@ def divergence(given: dict[str, Any]) -> dict[str, Any]:
     """The mean KL of packed weights from their own dequantised numbers."""
     import torch
 
-    from kvboost.model.load import load
+    from kvboost.model.loading.load import load
     from kvboost.model.quantized import products
 
     packed = load(given["model"], weight_form=PACKED, device="cpu", dtype="float32")

@@ -36,8 +36,8 @@ from kvboost.config import (
     whole,
 )
 from kvboost.errors import ConfigError, KVBoostError, PromptError
-from kvboost.model.load import LoadedModel, machine_key, wrap
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.load import LoadedModel, machine_key, wrap
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.results import (
     AdapterInfo,
     Arrangement,

@@ -28,7 +28,7 @@ from kvboost import (
     ShuttingDownError,
     SpanKind,
 )
-from kvboost.model.segment import Segment
+from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode, sharing
 from kvboost.runtime.decode import Drafts
 from kvboost.runtime.scheduler import Patience

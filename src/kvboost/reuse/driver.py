@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvboost.config import RepairParams
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.repair import STRATEGIES, MovedText, RepairStep
 from kvboost.reuse.shift import Positions, Spans, Which
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from kvboost.config import LIMIT_DRAFTED
+from kvboost.model.execution.sampling import Picked
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.sampling import TokenSampler
-from kvboost.model.sampling import Picked
-from kvboost.model.segment import Segment
 from kvboost.results import SpanKind
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
 from kvboost.runtime.computing import Computing, Given, Steps, await_device

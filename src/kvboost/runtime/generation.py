@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.config import GenerationMode
+from kvboost.model.execution.kv import RequestKV
 from kvboost.model.far.memory import wait_for
-from kvboost.model.kv import RequestKV
 from kvboost.runtime.computing import Computing, Steps, run_alone
 from kvboost.runtime.decode import Decode
 from kvboost.runtime.keeping import Keeping

@@ -14,8 +14,8 @@ import torch
 
 from kvboost.config import EngineConfig, format_bytes, whole
 from kvboost.errors import ConfigError
-from kvboost.model.load import LoadedModel, load
-from kvboost.model.machine import memory_bytes
+from kvboost.model.loading.load import LoadedModel, load
+from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.quantized.layers import num_weights, weights_of
 from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.runtime.devices import device_of

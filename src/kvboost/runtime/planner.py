@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
-from kvboost.model.compat import Support
+from kvboost.model.loading.compat import Support
 from kvboost.results import Explanation, MovedRows, PlanFacts, ReuseReport
 from kvboost.results.explaining import SHOWN_TOKENS, Decode, Traces, explain
 from kvboost.reuse.cost import CostModel, Weighed

@@ -13,10 +13,10 @@ from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
-from kvboost.model.kv import RequestKV
-from kvboost.model.sampling import describe_rows
-from kvboost.model.segment import Segment
-from kvboost.model.states import RowStates
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import describe_rows
+from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.states import RowStates
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.driver import ShiftedRows, repair_rows
 from kvboost.reuse.plan import LEAST_TOKENS, Plan

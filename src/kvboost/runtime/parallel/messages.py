@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvboost.cache.quantize import KVData
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift
 
@@ -66,7 +66,7 @@ class Release(Message):
 
 @dataclass(frozen=True)
 class SegmentMessage:
-    """A :class:`kvboost.model.segment.Segment`."""
+    """A :class:`kvboost.model.execution.segment.Segment`."""
 
     kv: int
     token_ids: torch.Tensor
