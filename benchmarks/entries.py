@@ -107,6 +107,7 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
+    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
     "gpu_kernels": "How fast are our Triton kernels on a GPU, against torch's and vLLM's?",
     "healing": "What do verified answers and healing cost?",
     "images": "What does reuse save of a prompt with an image?",
