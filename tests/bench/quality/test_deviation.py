@@ -159,7 +159,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert found[NOISE, NOISE_KINDS[0]]["mean_kl"] > 0
     table = (tmp_path / "table.md").read_text()
     assert "after the chat template's header | auto 0 | 40% |" in table
-    assert "| gap recovered, F1 | KL | layer-tokens | of | KV | TTFT, ms | in full |" in table
+    assert "| gap recovered, KL | layer-tokens | of | KV | TTFT, ms | in full |" in table
 
 
 def summary() -> Summary:

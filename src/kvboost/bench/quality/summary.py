@@ -44,11 +44,13 @@ FLOPs    what repair cost, as a share of the arithmetic of computing all moved r
 answered F1 on the questions that full prefill answers
 within   whether F1 is lower than full prefill's by less than --margin (one-sided, 95 %)
 rank     how well the KL that auto expected ranks questions by their KL (Spearman)
-gap      share of the gap recovered, KVShareArena's measure of quality:
-         (F1 - F1 without passages) / (F1 of full prefill - F1 without passages),
+gap      share of the gap recovered, as KVShareArena defines it:
+         (F1 - F1 without passages) / (F1 of full prefill - F1 without passages)
          and in KL: 1 - KL / KL without passages
-layer-tokens  rows times layers computed of the passages, probes included; of: all
-KV       of the passages, in the cache; ms: TTFT, and that of full prefill"""
+layer-tokens  tokens of passages times layers that were computed, probes too
+of       layer-tokens of a full prefill of the passages
+KV       of the passages in the cache
+ms       TTFT, and that of full prefill"""
 )
 
 
@@ -232,7 +234,7 @@ def quality_tables(
         yield table(
             "",
             ("strategy",),
-            ("ratio", "gap F1", "KL", "layer-tokens", "of", "KV", "ms", "in full"),
+            ("ratio", "gap F1", "gap KL", "layer-tokens", "of", "KV", "ms", "in full"),
             [[one.strategy, ratio_of(one), *_arena_cells(one)] for one in own],
         )
 
@@ -290,7 +292,7 @@ def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]
 
 
 _F1_HEADINGS = (
-    *("F1 (full)", "F1 difference", "gap recovered, F1", "KL"),
+    *("F1 (full)", "F1 difference", "gap recovered, F1", "gap recovered, KL"),
     *("layer-tokens", "of", "KV", "TTFT, ms", "in full"),
 )
 _LIKENESS_HEADINGS = ("likeness", "95 %", "of the floor's")
