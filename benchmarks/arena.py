@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from kvboost import KVBoost
+from kvboost import KVBoost, __version__
 from kvboost.bench.quality.payload import payload_cost
 from kvboost.tokens.prompt import Conversation
 
@@ -51,7 +51,7 @@ class Method:
     mechanism_class = 1
     """Selective recomputation."""
     provenance = "official"
-    backend = NAME
+    backend = f"{NAME} {__version__}"
     training_data = None
     cost_notes = (
         "recomputed_layer_tokens: layers x (recomputed rows + probes + rows of sources that were "
