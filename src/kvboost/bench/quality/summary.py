@@ -275,7 +275,7 @@ def _arena_cells(one: Summary) -> list[str]:
     """KVShareArena's measures."""
     gaps = [percent(one.gap_f1), percent(one.gap_kl)]
     if not one.dense_layer_tokens:
-        return [*gaps, *5 * "–"]
+        return [*gaps, *["–"] * 5]
     return [
         *gaps,
         *(f"{one.recomputed_layer_tokens:,.0f}", f"{one.dense_layer_tokens:,.0f}"),
