@@ -77,9 +77,9 @@ class Family:
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
-    import hybrids
-    from families import HERE, family_model
-    from tiny import ALL_MODELS, SEEING, any_model
+    from support import hybrids
+    from support.families import HERE, family_model
+    from support.tiny import ALL_MODELS, SEEING, any_model
 
     found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
     found += [describe(family_model(name)) for name in HERE]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 gpu_kernels = pytest.importorskip("benchmarks.gpu_kernels")
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from benchmarks import healing
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 def test_every_way_is_timed_and_verified_answers_are_compared(capsys) -> None:

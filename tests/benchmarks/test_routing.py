@@ -10,7 +10,7 @@ from benchmarks import routing
 from benchmarks.cluster import Traffic
 from kvboost.bench.peers.setting import Vocabulary
 from kvboost.tokens.hashing import as_token_ids
-from passages import text
+from support.passages import text
 
 VOCABULARY = Vocabulary(
     lambda said: [zlib.crc32(word.encode()) & 0xFFFF for word in said.split()], lambda ids: "", ()

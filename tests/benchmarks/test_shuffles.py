@@ -4,7 +4,7 @@ from rich.console import Console
 
 from benchmarks.shuffles import Settings, measure, stream_table
 from kvboost.model.load import wrap
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 def test_a_stream_of_new_orders_keeps_its_reuse_in_a_bounded_cache() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import app
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 runner = CliRunner()
 

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from server_process import ServerProcess
+from support.server_process import ServerProcess
 
 OF_FRAMEWORKS = [
     *("test_history.py", "test_howto.py", "test_instructor.py", "test_litellm.py"),

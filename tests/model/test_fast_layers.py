@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 
 from kvboost.model import native
 from kvboost.model.fast_layers import FEW_ROWS, FrozenLinear, PackedLinear, can_pack, pack_layers
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

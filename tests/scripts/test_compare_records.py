@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvboost.bench.kit.record import append
 from kvboost.errors import ConfigError
-from load_script import load_script
+from support.load_script import load_script
 
 history = load_script("compare_records")
 NOISE, Figure = history.NOISE, history.Figure

@@ -27,7 +27,7 @@ from kvboost.bench.kit.benchmark import (
 from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal
 from kvboost.errors import ConfigError
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
 from kvboost.bench.load.agent.checks import Check
@@ -20,9 +19,10 @@ from kvboost.bench.load.agent.traced import Prompt, Traced
 from kvboost.bench.load.serve.clients import SOURCES, Answer
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
 from kvboost.errors import ConfigError
-from passages import text
-from tiny import byte_tokenizer, tiny_config
-from tiny_server import CONTEXT, TinyPeer
+from support.fake_openai import FakePeer
+from support.passages import text
+from support.tiny import byte_tokenizer, tiny_config
+from support.tiny_server import CONTEXT, TinyPeer
 
 HEAD, LONG = "You are a coding agent.\n", text("file", 60)
 EDITED = [f"{HEAD}The time is {clock}.\n{LONG}\n" for clock in ("9:59", "10:00 sharp")]

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from far_kv import copy_of, far_kv, late_attention
 from kvboost.model import attention
 from kvboost.model.attention import Batch, attend
 from kvboost.model.far.host import HostAttention
@@ -17,6 +16,7 @@ from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.partial_attention import attend_part
 from kvboost.model.segment import Segment
+from support.far_kv import copy_of, far_kv, late_attention
 
 LAYERS, KV_HEADS, ROWS = 2, 2, 160
 

@@ -13,9 +13,9 @@ from kvboost.model.paged import layers
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.slab import Slab
-from paged_engines import SMALL, TWO_LAYERS
-from tiny import DEVICE, make_engine, tiny_model
-from torch_kernels import use_torch_kernels
+from support.paged_engines import SMALL, TWO_LAYERS
+from support.tiny import DEVICE, make_engine, tiny_model
+from support.torch_kernels import use_torch_kernels
 
 
 @pytest.fixture(autouse=True)

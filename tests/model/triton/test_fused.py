@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-import torch_kernels
 from kvboost.model.triton import fused
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
-from paged_kv import each_dtype, make_pages, random
-from tiny import DEVICE
+from support import torch_kernels
+from support.paged_kv import each_dtype, make_pages, random
+from support.tiny import DEVICE
 
 
 def norm_of(width: int, dtype: torch.dtype) -> Qwen3RMSNorm:

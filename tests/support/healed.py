@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.model.mixed_kv import make_kv
 from kvboost.model.segment import Segment
 from kvboost.tokens.hashing import as_token_ids
-from test_reuse import HEADER, PASSAGES
+from support.prompts import HEADER, PASSAGES
 
 SLOPPY: dict[str, Any] = {"recompute_strategy": "none", "ignore_eos": True, "heal": "idle"}
 

@@ -18,7 +18,7 @@ from gguf import (
 from tokenizers import pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tiny import EOS, byte_tokenizer
+from support.tiny import EOS, byte_tokenizer
 
 ARCHITECTURE_OF = {"gemma3_text": "gemma3"}
 Q4_1, Q5_0, Q8_0 = (

@@ -13,13 +13,13 @@ import torch
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.quantize import Quantizer, plain
 from kvboost.cache.tiers.remote.redis import MARK_BYTES
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.tokens.marks import marks
+from support.chunks import make_chunk
 
 PLENTY = 1 << 40
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
 from kvboost.runtime.parallel.runtime import ParallelRuntime, Ranks, load_parallel
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 OPTIONS: dict[str, Any] = {"chunk_size": 16, "reuse_moved": "always"}
 """Moved text is reused however fast the machine is."""

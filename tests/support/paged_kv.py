@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from interpreter import change_language_once
 from kvboost.model.triton.rows import Tile
-from tiny import DEVICE
+from support.interpreter import change_language_once
+from support.tiny import DEVICE
 
 change_language_once()
 

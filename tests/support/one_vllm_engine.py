@@ -7,9 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from engines import Engine, Texts
-
-import conftest  # noqa: F401  sets the environment
+from support.vllm_engines import Engine, Texts
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU, which need not be there, and prints their names. The
 interpreter accepts more than the compiler does.
 
-    python tests/compile_kernels.py
+    python tests/support/compile_kernels.py
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvboost.model.triton.move import MovedRows, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
 from kvboost.model.triton.rows import TiledRows
-from paged_kv import attention_weights, dense
+from support.paged_kv import attention_weights, dense
 
 USES = {
     "attend": (

@@ -16,8 +16,8 @@ from kvboost.model.streaming.layers import StreamedLayers
 from kvboost.model.streaming.place import Placement, decoder_layers, stream_layers
 from kvboost.model.streaming.plan import LayerPlan
 from kvboost.model.streaming.slabs import layer_bytes
-from late_slots import LateSlots
-from tiny import DEVICE, OTHER_MODELS, byte_tokenizer, tiny_model
+from support.late_slots import LateSlots
+from support.tiny import DEVICE, OTHER_MODELS, byte_tokenizer, tiny_model
 
 LAYERS = 6
 

@@ -8,7 +8,7 @@ import zlib
 
 from PIL import Image
 
-from vision_models import file_of, picture
+from support.vision_models import file_of, picture
 
 
 def png_of_size(width: int, height: int) -> bytes:

@@ -6,7 +6,7 @@ import socket
 
 import httpx
 
-from live_server import LiveServer
+from support.live_server import LiveServer
 
 COMPLETIONS = "/v1/completions"
 CLIENT = httpx.Client(timeout=120, trust_env=False, verify=False)

@@ -1,4 +1,4 @@
-"""Our server over a tiny model, as a process: ``python tiny_server.py PORT MODE``.
+"""Our server over a tiny model, as a process: ``python -m support.tiny_server PORT MODE``.
 
 It moves text whether or not that is faster, which the command line does not offer. ``TinyPeer``
 runs it where a benchmark wants a server.
@@ -6,12 +6,13 @@ runs it where a benchmark wants a server.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
-from fake_openai import FakePeer
-from live_server import live_app
-from tiny import make_engine, tiny_model
+from support.fake_openai import FakePeer
+from support.live_server import live_app
+from support.tiny import make_engine, tiny_model
 
 CONTEXT = 4096
 
@@ -24,7 +25,10 @@ class TinyPeer(FakePeer):
         self._mode = mode
 
     def command(self, setting: object, port: int) -> list[str]:
-        return [sys.executable, __file__, str(port), self._mode]
+        return [sys.executable, "-m", "support.tiny_server", str(port), self._mode]
+
+    def environment(self, setting: object) -> dict[str, str]:
+        return {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 if __name__ == "__main__":

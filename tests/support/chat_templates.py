@@ -6,7 +6,7 @@ from copy import deepcopy
 
 from transformers import PreTrainedTokenizerFast
 
-from tiny import byte_tokenizer
+from support.tiny import byte_tokenizer
 
 QWEN = """\
 {%- if tools %}{{- '<system>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}

@@ -11,8 +11,8 @@ from kvboost import KVBoost
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.steps import Steps
 from kvboost.runtime.paged_backend import PagedBackend
-from tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
-from torch_kernels import use_torch_kernels
+from support.tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
+from support.torch_kernels import use_torch_kernels
 
 SMALL = {"num_hidden_layers": 1}
 """The interpreter takes its time for every layer."""

@@ -21,7 +21,7 @@ from kvboost.serve.remote.link import Link
 from kvboost.serve.remote.wire import Pipe, ToApi, ToEngine
 from kvboost.serve.remote.worker import ApiServer
 from kvboost.serve.settings import ServerSettings
-from live_server import LiveServer
+from support.live_server import LiveServer
 
 
 @contextmanager

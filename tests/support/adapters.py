@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 QV = ("q_proj", "v_proj")
 LINEARS = (*QV, "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

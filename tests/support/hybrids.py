@@ -11,8 +11,8 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from families import EXPERTS, config_of, family_model
-from tiny import byte_tokenizer
+from support.families import EXPERTS, config_of, family_model
+from support.tiny import byte_tokenizer
 
 LAYERS = {"num_hidden_layers": 4}
 DELTA = {

@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.runtime.speculation import speculation
 from kvboost.runtime.speculation.drafters import Kind, Offer
 from kvboost.runtime.speculation.lengths import Pace
-from tiny import VOCAB
+from support.tiny import VOCAB
 
 Script = Callable[[list[int], int], list[int]]
 """The tokens to draft, given those of the right answer, and how many of these there are already."""

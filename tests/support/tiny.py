@@ -170,7 +170,7 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
 def seeing_model(name: str) -> PreTrainedModel:
     """A text model beside a vision tower."""
     if name in READING_IMAGES:
-        from vision_models import make_vision_model  # which imports this module
+        from support.vision_models import make_vision_model  # which imports this module
 
         return make_vision_model(name)
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def seeing_model(name: str) -> PreTrainedModel:
         config = kinds.Mistral3Config(text_config=tiny_config("mistral"), vision_config=tower)
         model = kinds.Mistral3ForConditionalGeneration(config)
     elif name == "kimi_k25":
-        from families import FAMILIES, config_of
+        from support.families import FAMILIES, config_of
 
         text = config_of("deepseek_v3", FAMILIES["deepseek_v3"])
         tower = kinds.Kimi_K25VisionConfig(**vision, pos_emb_height=4, pos_emb_width=4)

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tiny import DEVICE, EOS, VOCAB
+from support.tiny import DEVICE, EOS, VOCAB
 
 SIZES = {
     "vocab_size": VOCAB,

@@ -1,8 +1,8 @@
 """Large request bodies, hostile and honest, and what they do to a server's other clients.
 
-Run it against a server of your own: ``python tests/large_bodies.py URL MODEL PID``. It sends
-each body and prints the status, how long the answer took, the slowest ``/health`` meanwhile and by
-how much the resident memory of the process PID grew at most.
+To run it against a server of your own: ``python tests/support/large_bodies.py URL MODEL PID``. It
+sends each body and prints the status, how long the answer took, the slowest ``/health`` meanwhile
+and by how much the resident memory of the process PID grew at most.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
-from tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config
+from support.tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config
 
 SIDE = 24
 """Pixels of a tile."""
