@@ -18,11 +18,11 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from kvboost.bench.load.serve.clients import Answer, Target, ask
-from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
+from kvboost.bench.serve.clients import Answer, Target, ask
+from kvboost.bench.serve.connection import Connection
 from kvboost.bench.texts.questions import make_questions
 from kvboost.config import DEFAULT_MODEL
 

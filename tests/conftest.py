@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
-from kvboost.model.device import cpu_has_bf16
+from kvboost.model.loading.device import cpu_has_bf16
 from support.cores import cores_per_worker
 from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 

@@ -17,7 +17,7 @@ from kvboost.cache.folder import CacheFolder
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.checks.rehearsal import rehearse
 from kvboost.errors import CacheFolderError, ForgetError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from support.chunks import make_chunk
 from support.planting import OTHER_VERSIONS, chunk_files, plant
 from support.remote_stores import opened

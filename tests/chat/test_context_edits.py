@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import AppliedEdit, ConfigError, Conversation, KVBoost
 from kvboost.chat.context_edits import CLEARED, THINKING, TOOL_USES, edit_context
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from support.chat_templates import QWEN, tokenizer_with
 from support.tiny import tiny_model
 

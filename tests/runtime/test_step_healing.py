@@ -10,7 +10,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.model import triton
-from kvboost.model.segment import Segment
+from kvboost.model.execution.segment import Segment
 from support.healed import SLOPPY, num_exact
 from support.paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
 from support.prompts import BASELINE, HEADER, PASSAGES, QUESTION, words

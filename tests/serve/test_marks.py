@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.serve.settings import ApiKey
 from support.chat_templates import tokenizer_with
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvboost import CacheFolderError, ConfigError, KVBoost, KVTooLargeError
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.host_kv import HostFarKV
 from kvboost.model.far.kv import FarKV
@@ -18,7 +19,6 @@ from kvboost.model.far.memory import HostMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv_shape import KVShape
 from support.far_kv import late_attention
 from support.tiny import DEVICE, dynamic_model, make_engine, tiny_model
 

@@ -10,9 +10,9 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost import ModelError
-from kvboost.model import load as loading
-from kvboost.model.gguf import check_gguf
-from kvboost.model.load import load, read
+from kvboost.model.loading import load as loading
+from kvboost.model.loading.gguf import check_gguf
+from kvboost.model.loading.load import load, read
 from kvboost.model.quantized import gguf_weights
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES, can_place
 from support import tiny_gguf
