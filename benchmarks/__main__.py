@@ -16,7 +16,7 @@ from benchmarks.run_all import JOBS, run_all
 from kvboost.bench.kit.benchmark import Benchmark
 from kvboost.cli.bench import PASS_ON, History, forward
 from kvboost.cli.common import errors, out, unwrap_help
-from kvboost.model.deferred import install
+from kvboost.model.loading.deferred import install
 
 PROGRAM = "python -m benchmarks"
 app = typer.Typer(

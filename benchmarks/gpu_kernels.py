@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.batch import attend_after
 from kvboost.model.paged.long_rows import CUDNN, FLASH, LongKernel
 from kvboost.model.triton.attention import attend

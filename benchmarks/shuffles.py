@@ -23,7 +23,7 @@ from kvboost.bench.kit.tables import dim, table
 from kvboost.bench.quality.asked import Comparison
 from kvboost.bench.texts.questions import make_questions
 from kvboost.config import EngineConfig
-from kvboost.model.load import LoadedModel
+from kvboost.model.loading.load import LoadedModel
 from kvboost.progress import Progress
 
 GROUPS = 5

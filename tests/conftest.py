@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from cores import cores_per_worker
 from kvboost import KVBoost
-from kvboost.model.device import cpu_has_bf16
+from kvboost.model.loading.device import cpu_has_bf16
 from tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine

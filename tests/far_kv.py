@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.host_kv import HostFarKV
@@ -12,8 +14,6 @@ from kvboost.model.far.memory import FarMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
 
 
 def poison(memory: torch.Tensor) -> None:

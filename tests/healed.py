@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvboost import KVBoost
-from kvboost.model.mixed_kv import make_kv
-from kvboost.model.segment import Segment
+from kvboost.model.execution.mixed_kv import make_kv
+from kvboost.model.execution.segment import Segment
 from kvboost.tokens.hashing import as_token_ids
 from test_reuse import HEADER, PASSAGES
 

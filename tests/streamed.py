@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
-from kvboost.model.load import wrap
+from kvboost.model.loading.load import wrap
 from kvboost.model.streaming.layers import StreamedLayers
 from kvboost.model.streaming.place import Placement, decoder_layers, stream_layers
 from kvboost.model.streaming.plan import LayerPlan

@@ -135,8 +135,8 @@ def test_query_ranks_rows_alike_for_any_ratio(engine) -> None:
 
 
 def full_kv(engine: KVBoost, ids: list[int]) -> torch.Tensor:
-    from kvboost.model.kv import RequestKV
-    from kvboost.model.segment import Segment
+    from kvboost.model.execution.kv import RequestKV
+    from kvboost.model.execution.segment import Segment
 
     kv = RequestKV(engine._model.forward.shape, len(ids))
     engine._model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from benchmarks.shuffles import Settings, measure, stream_table
-from kvboost.model.load import wrap
+from kvboost.model.loading.load import wrap
 from tiny import byte_tokenizer, tiny_model
 
 

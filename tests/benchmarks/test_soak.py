@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.soak import CHUNKS, Soak, levels, soak, used_mb
-from kvboost.model.load import wrap
+from kvboost.model.loading.load import wrap
 from tiny import byte_tokenizer, tiny_model
 
 

@@ -24,7 +24,7 @@ from kvboost.cache.quantize import KVData
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.config import cache_dir, format_bytes, parse_bytes
 from kvboost.errors import ForgetError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.tokens.hashing import as_token_ids, branch_key
 from tiny import byte_tokenizer
 

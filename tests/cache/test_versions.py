@@ -18,7 +18,7 @@ from kvboost.cache.folder import CacheFolder
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.checks.rehearsal import rehearse
 from kvboost.errors import CacheFolderError, ForgetError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from planting import OTHER_VERSIONS, chunk_files, plant
 from remote_stores import opened
 from tiny import byte_tokenizer

@@ -6,7 +6,7 @@ from kvboost import KVBoost
 from kvboost.checks.calibrate import TOLERANCES
 from kvboost.config import DEFAULT_RATIO, EngineConfig
 from kvboost.errors import ConfigError, PromptError
-from kvboost.model.load import wrap
+from kvboost.model.loading.load import wrap
 from test_reuse import HEADER, PASSAGES, prompt_of
 from tiny import byte_tokenizer, make_engine, tiny_model
 

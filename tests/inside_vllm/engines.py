@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.worker import Worker
-from kvboost.model.weights import models_dir
+from kvboost.model.loading.weights import models_dir
 
 MODEL = models_dir() / "smollm2-135m"
 PAGE = 32

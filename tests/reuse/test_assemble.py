@@ -15,8 +15,8 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.arena import Arena
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.reuse.assemble import Packer

@@ -28,7 +28,7 @@ from kvboost import (
     ShuttingDownError,
     SpanKind,
 )
-from kvboost.model.segment import Segment
+from kvboost.model.execution.segment import Segment
 from kvboost.runtime import generation, sharing
 from kvboost.runtime.drafts import Drafts
 from kvboost.runtime.patience import Patience

@@ -11,7 +11,7 @@ import torch
 from healed import SLOPPY, num_exact
 from kvboost import KVBoost
 from kvboost.model import triton
-from kvboost.model.segment import Segment
+from kvboost.model.execution.segment import Segment
 from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
 from test_reuse import BASELINE, HEADER, PASSAGES, QUESTION, words
 from tiny import DEVICE

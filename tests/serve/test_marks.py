@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chat_templates import tokenizer_with
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.serve.settings import ApiKey
 
 MARK = {"cache_control": {"type": "ephemeral"}}

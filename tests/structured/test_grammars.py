@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost.errors import StructuredOutputError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.structured.formats import (
     after_reasoning,
     grammar_for,

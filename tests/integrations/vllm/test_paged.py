@@ -7,8 +7,8 @@ import torch
 
 from kvboost.integrations.vllm.paged import GatheredMass, GatheredRows, GatheredShift
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation

@@ -21,7 +21,7 @@ from kvboost.errors import AdapterError
 from kvboost.model.adapters import files
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.adapters.patterns import Patterns
-from kvboost.model.forward import Forward
+from kvboost.model.execution.forward import Forward
 from tiny import make_engine, tiny_model
 
 MODEL = tiny_model("llama")

@@ -12,6 +12,7 @@ import pytest
 
 from far_kv import late_attention
 from kvboost import CacheFolderError, ConfigError, KVBoost, KVTooLargeError
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.host_kv import HostFarKV
 from kvboost.model.far.kv import FarKV
@@ -19,7 +20,6 @@ from kvboost.model.far.memory import HostMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv_shape import KVShape
 from tiny import DEVICE, dynamic_model, make_engine, tiny_model
 
 PROMPT = [(7 * number + 3) % 250 for number in range(200)]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kernel_forms import CPU, close, each_dtype
-from kvboost.model import attention
-from kvboost.model.attention import Batch, attend
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution import attention
+from kvboost.model.execution.attention import Batch, attend
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.segment import Segment
 
 LAYERS, KV_HEADS = 2, 2
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.segment import Hook, Segment
 from paged_engines import TWO_LAYERS, paged_engine
 from tiny import DEVICE
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
 from tiny import DEVICE

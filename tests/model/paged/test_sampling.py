@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
+from kvboost.model.execution.sampling import Sampler
 from kvboost.model.paged.sampling import DeviceSampling, Kind, RowSampler, uniform
-from kvboost.model.sampling import Sampler
 from tiny import DEVICE
 
 VOCAB = 400

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, SCRATCH, Holding, KeptPages, Slab, pages_for

@@ -16,8 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from adapters import write_adapter
 from kvboost import ConfigError, KVBoost, ModelError
 from kvboost.model import native, triton
-from kvboost.model.gguf import check_gguf
-from kvboost.model.load import LoadedModel, load
+from kvboost.model.loading.gguf import check_gguf
+from kvboost.model.loading.load import LoadedModel, load
 from kvboost.model.quantized import products
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES, GgufCheckpoint, why_not_packed
 from kvboost.model.quantized.layers import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvboost import ModelError
-from kvboost.model.load import load
+from kvboost.model.loading.load import load
 from kvboost.model.quantized import products
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.safetensors import SafetensorsCheckpoint

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvboost.errors import ModelError
-from kvboost.model.host_memory import host_memory
+from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.disk import DiskLayers

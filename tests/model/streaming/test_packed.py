@@ -12,7 +12,7 @@ from torch import nn
 import tiny
 from kvboost.errors import ModelError
 from kvboost.model import triton
-from kvboost.model.load import read
+from kvboost.model.loading.load import read
 from kvboost.model.quantized import products
 from kvboost.model.quantized.cuda import CodesProduct, TensorCoreProduct
 from kvboost.model.quantized.layers import BlockProduct, QuantizedEmbedding

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
-from kvboost.model.load import wrap
+from kvboost.model.loading.load import wrap
 from kvboost.model.streaming.place import place
 from kvboost.model.streaming.plan import (
     NUM_SLOTS,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation

@@ -8,11 +8,11 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.model import triton
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows

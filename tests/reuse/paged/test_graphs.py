@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvboost.model import triton
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.model.triton.pages import slots_of
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.repair import probed_layers

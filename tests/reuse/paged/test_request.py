@@ -9,8 +9,8 @@ from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, Quantizer
 from kvboost.model import triton
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import Slab
 from kvboost.reuse.assemble import Packer

@@ -14,7 +14,7 @@ from kvboost import KVBoost
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.tiers.residency import Residency
 from kvboost.model import triton
-from kvboost.model.kv import Prefix
+from kvboost.model.execution.kv import Prefix
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, Slab
 from paged_engines import SMALL, leaks, paged_engine

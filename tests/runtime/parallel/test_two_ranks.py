@@ -13,7 +13,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvboost import KVBoost
-    from kvboost.model.load import LoadedModel
+    from kvboost.model.loading.load import LoadedModel
 
 CALIBRATION_TOKENS = 256
 
@@ -220,7 +220,7 @@ class Bench:
         """The model of the settings, for several engines."""
         from kvboost import KVBoost
         from kvboost.config import EngineConfig
-        from kvboost.model.load import load
+        from kvboost.model.loading.load import load
 
         asked = cast(ModelSettings, self.settings)
         loaded = load(asked.model, device=asked.device, dtype=asked.dtype)

@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
-from kvboost.model.attention import Batch
+from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch, RowBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.step_batch import RunModel, StepBatch
-from kvboost.model.segment import Segment
 from kvboost.model.triton.adapters import Addition, expand
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 
