@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from fake_openai import FakePeer
+from kvboost.bench.agent.made_up import Played, Row, figure, goals
+from kvboost.bench.agent.settings import Settings
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
-from kvboost.bench.load.agent.made_up import Played, Row, figure, goals
-from kvboost.bench.load.agent.settings import Settings
-from kvboost.bench.load.serve.clients import SOURCES, Answer
 from kvboost.bench.peers.servers import OURS, SYSTEMS
+from kvboost.bench.serve.clients import SOURCES, Answer
 from word_model import word_model
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvboost.bench.kit.benchmark import ROUNDS, option
 from kvboost.bench.kit.benchmark import Settings as Base
-from kvboost.bench.load.serve.run import DEVICE, PYTHON_OF_VLLM
 from kvboost.bench.peers.servers import OURS, RIVAL, SYSTEMS
+from kvboost.bench.serve.run import DEVICE, PYTHON_OF_VLLM
 from kvboost.bench.texts.agent import LAYOUTS, SCRIPT
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import ConfigError

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any, cast
 
-from kvboost.bench.load.serve.clients import Answer, OnAnswer, Target, closed_loop
-from kvboost.bench.load.serve.users import Request
+from kvboost.bench.serve.clients import Answer, OnAnswer, Target, closed_loop
+from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
 
 PROCESSES = 4

@@ -16,23 +16,23 @@ from kvboost.bench.kit.tables import warning
 from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.engines import ENGINES
 from kvboost.bench.peers.setting import prepare
-from kvboost.bench.speed.ttft import report
-from kvboost.bench.speed.ttft.chat import ANSWER_TOKENS, QUESTION_TOKENS, TURNS, measure_chat
-from kvboost.bench.speed.ttft.patterns import (
+from kvboost.bench.texts.prompts import PATTERNS, fragments
+from kvboost.bench.ttft import report
+from kvboost.bench.ttft.chat import ANSWER_TOKENS, QUESTION_TOKENS, TURNS, measure_chat
+from kvboost.bench.ttft.patterns import (
     OPENING_TOKENS,
     Pooled,
     break_evens,
     measure_decode,
     measure_ttft,
 )
-from kvboost.bench.speed.ttft.peers import (
+from kvboost.bench.ttft.peers import (
     DOCUMENTS,
     INTRO_TOKENS,
     LENGTHS,
     PeerTime,
     measure_peers,
 )
-from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.progress import Progress
 
 CONVERSATIONS = 5

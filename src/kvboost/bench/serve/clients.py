@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvboost.bench.load.serve.connection import Connection
-from kvboost.bench.load.serve.users import Message, Request
+from kvboost.bench.serve.connection import Connection
+from kvboost.bench.serve.users import Message, Request
 
 OnAnswer = Callable[[], None]
 NO_TEXT = "no text came"

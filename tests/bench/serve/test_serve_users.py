@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.bench.load.serve.users import (
+from kvboost.bench.serve.users import (
     CLEARED,
     FEWEST_PASSAGES,
     KEPT_RESULTS,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvboost.bench.load.agent.traced import WINDOW, choose_checked, trace_session
+from kvboost.bench.agent.traced import WINDOW, choose_checked, trace_session
 from kvboost.bench.texts.trace import Request, Session
 
 

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
+from kvboost.bench.agent.checks import ANSWER_TOKENS, LOGPROBS, Check
+from kvboost.bench.agent.replay_report import Replayed, path_problems, replay_figure, show
+from kvboost.bench.agent.settings import Settings
+from kvboost.bench.agent.traced import Prompt, Traced, choose_checked, trace_session
 from kvboost.bench.kit.benchmark import Bench, Report
-from kvboost.bench.load.agent.checks import ANSWER_TOKENS, LOGPROBS, Check
-from kvboost.bench.load.agent.replay_report import Replayed, path_problems, replay_figure, show
-from kvboost.bench.load.agent.settings import Settings
-from kvboost.bench.load.agent.traced import Prompt, Traced, choose_checked, trace_session
-from kvboost.bench.load.serve.clients import NO_TEXT, Answer, send
-from kvboost.bench.load.serve.connection import Connection
-from kvboost.bench.load.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.bench.serve.clients import NO_TEXT, Answer, send
+from kvboost.bench.serve.connection import Connection
+from kvboost.bench.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.texts.prompts import passages
 from kvboost.bench.texts.trace import choose_sessions, read_trace
 from kvboost.errors import ConfigError, KVBoostError

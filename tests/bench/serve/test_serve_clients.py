@@ -9,10 +9,10 @@ import pytest
 
 import fake_openai
 from fake_engine import FakeEngine
-from kvboost.bench.load.serve.clients import Answer, Target, closed_loop, data_of, read_event
-from kvboost.bench.load.serve.connection import Connection
-from kvboost.bench.load.serve.processes import Clients
-from kvboost.bench.load.serve.users import Request
+from kvboost.bench.serve.clients import Answer, Target, closed_loop, data_of, read_event
+from kvboost.bench.serve.connection import Connection
+from kvboost.bench.serve.processes import Clients
+from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
 from kvboost.serve.connections import Connection as ServedConnection
 from live_server import live_server

@@ -11,9 +11,9 @@ from kvboost.bench.kit.figures import INK, Figure, Lines, draw_lines
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, spread, table
 from kvboost.bench.peers.engines import OURS, OURS_PREFIX, PEERS, STOCK, colours
-from kvboost.bench.speed.ttft.chat import EARLY, LATE, Chat
-from kvboost.bench.speed.ttft.patterns import CONTENDERS, TOGETHER, TTFT, Decode, Pooled
-from kvboost.bench.speed.ttft.peers import PeerTime
+from kvboost.bench.ttft.chat import EARLY, LATE, Chat
+from kvboost.bench.ttft.patterns import CONTENDERS, TOGETHER, TTFT, Decode, Pooled
+from kvboost.bench.ttft.peers import PeerTime
 
 WIDE = 110
 AT_TOKENS = 2048

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvboost.bench.agent import made_up, replay
+from kvboost.bench.agent.settings import Settings as Settings
 from kvboost.bench.kit.benchmark import Bench, Report
-from kvboost.bench.load.agent import made_up, replay
-from kvboost.bench.load.agent.settings import Settings as Settings
 
 
 def run(settings: Settings, bench: Bench) -> Report:

@@ -18,15 +18,16 @@ from kvboost.bench.kit.benchmark import Bench
 from kvboost.bench.kit.timing import Sample
 from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.setting import Setting
-from kvboost.bench.speed.ttft import report
-from kvboost.bench.speed.ttft.chat import (
+from kvboost.bench.texts.prompts import Unread
+from kvboost.bench.ttft import report
+from kvboost.bench.ttft.chat import (
     ANSWER_TOKENS,
     QUESTION_TOKENS,
     Chat,
     conversation,
     measure_chat,
 )
-from kvboost.bench.speed.ttft.patterns import (
+from kvboost.bench.ttft.patterns import (
     CONTENDERS,
     TTFT,
     Pooled,
@@ -35,8 +36,8 @@ from kvboost.bench.speed.ttft.patterns import (
     measure_decode,
     measure_ttft,
 )
-from kvboost.bench.speed.ttft.peers import PeerTime, make_round, measure_peers
-from kvboost.bench.speed.ttft.report import (
+from kvboost.bench.ttft.peers import PeerTime, make_round, measure_peers
+from kvboost.bench.ttft.report import (
     faster_on_moved,
     faster_than_peers,
     faster_than_stock,
@@ -44,8 +45,7 @@ from kvboost.bench.speed.ttft.report import (
     flat_chat,
     ttft_figure,
 )
-from kvboost.bench.speed.ttft.run import Settings, run
-from kvboost.bench.texts.prompts import Unread
+from kvboost.bench.ttft.run import Settings, run
 from kvboost.cli import app
 from kvboost.errors import ConfigError
 from kvboost.progress import Progress
@@ -193,7 +193,7 @@ def test_engines_are_asked_at_every_place_and_one_that_fails_is_left_out(crew: C
 def test_a_slow_engine_is_not_given_long_prompts(
     crew: Contenders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.bench.speed.ttft.peers.SLOW_MS", 0.0)
+    monkeypatch.setattr("kvboost.bench.ttft.peers.SLOW_MS", 0.0)
     rows = measure_peers(crew, encode, (128, 256), num_new=32, rounds=1)
     assert {row.num_tokens for row in rows} == {128}
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvboost.bench.kit.figures import Bars, Figure, Value, draw_bars
 from kvboost.bench.kit.tables import dim, ms, percent, table, warning
-from kvboost.bench.load.serve.stats import Row
+from kvboost.bench.serve.stats import Row
 
 UNEQUAL = 0.02
 """Prompts or answers whose mean lengths differ by more than this are worth a note."""

@@ -19,15 +19,15 @@ import torch
 
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.benchmark import Settings as Base
-from kvboost.bench.load.serve import report
-from kvboost.bench.load.serve.clients import Answer, Target
-from kvboost.bench.load.serve.costs import watched
-from kvboost.bench.load.serve.processes import Clients
-from kvboost.bench.load.serve.stats import Round, Row, goals
-from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.bench.serve import report
+from kvboost.bench.serve.clients import Answer, Target
+from kvboost.bench.serve.costs import watched
+from kvboost.bench.serve.processes import Clients
+from kvboost.bench.serve.stats import Round, Row, goals
+from kvboost.bench.serve.users import WORKLOADS, Workload, make_workload
 from kvboost.bench.texts.prompts import passages
 from kvboost.bench.texts.questions import read_passages
 from kvboost.config import DEFAULT_MODEL

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from kvboost.bench.load.agent.checks import Action, Check, action, divergence, same_action
-from kvboost.bench.load.serve.clients import SOURCES, Answer
+from kvboost.bench.agent.checks import Action, Check, action, divergence, same_action
+from kvboost.bench.serve.clients import SOURCES, Answer
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from kvboost.bench.agent.settings import LEAST_TURNS, MADE_UP, Settings
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Report
 from kvboost.bench.kit.figures import Figure, Lines, Value, draw_lines
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, table
-from kvboost.bench.load.agent.settings import LEAST_TURNS, MADE_UP, Settings
-from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask
-from kvboost.bench.load.serve.connection import Connection
-from kvboost.bench.load.serve.report import problems
-from kvboost.bench.load.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import OURS, RIVAL, SYSTEMS, KVBoostServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.bench.serve.clients import SOURCES, Answer, Target, ask
+from kvboost.bench.serve.connection import Connection
+from kvboost.bench.serve.report import problems
+from kvboost.bench.serve.run import describe_systems, find_systems, given_up, rotated
 from kvboost.bench.texts.agent import LAYOUTS, Session
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress, Step

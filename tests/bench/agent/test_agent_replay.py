@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from fake_openai import FakePeer
+from kvboost.bench.agent.checks import Check
+from kvboost.bench.agent.replay_report import Replayed, path_problems, replay_figure, show
+from kvboost.bench.agent.settings import Settings
+from kvboost.bench.agent.traced import Prompt, Traced
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
-from kvboost.bench.load.agent.checks import Check
-from kvboost.bench.load.agent.replay_report import Replayed, path_problems, replay_figure, show
-from kvboost.bench.load.agent.settings import Settings
-from kvboost.bench.load.agent.traced import Prompt, Traced
-from kvboost.bench.load.serve.clients import SOURCES, Answer
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
+from kvboost.bench.serve.clients import SOURCES, Answer
 from kvboost.errors import ConfigError
 from passages import text
 from tiny import byte_tokenizer, tiny_config

@@ -15,13 +15,13 @@ from fake_engine import FakeEngine
 from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Option
-from kvboost.bench.load.serve.clients import Answer
-from kvboost.bench.load.serve.costs import Costs, watched
-from kvboost.bench.load.serve.report import cut_short, inequalities, serve_figure, tables
-from kvboost.bench.load.serve.run import Settings, rotated, run
-from kvboost.bench.load.serve.stats import Round, Row, goals
 from kvboost.bench.peers.process import Running
 from kvboost.bench.peers.servers import OURS, SYSTEMS
+from kvboost.bench.serve.clients import Answer
+from kvboost.bench.serve.costs import Costs, watched
+from kvboost.bench.serve.report import cut_short, inequalities, serve_figure, tables
+from kvboost.bench.serve.run import Settings, rotated, run
+from kvboost.bench.serve.stats import Round, Row, goals
 from kvboost.errors import ConfigError, KVBoostError
 from live_server import live_server
 from word_model import word_model

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from kvboost.bench.agent.checks import ANSWER_TOKENS, Check
+from kvboost.bench.agent.traced import Traced
 from kvboost.bench.kit.figures import Bars, Figure, draw_bars
 from kvboost.bench.kit.tables import dim, ms, percent, table, warning
-from kvboost.bench.load.agent.checks import ANSWER_TOKENS, Check
-from kvboost.bench.load.agent.traced import Traced
-from kvboost.bench.load.serve.clients import SOURCES, Answer
-from kvboost.bench.load.serve.report import problems
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX
+from kvboost.bench.serve.clients import SOURCES, Answer
+from kvboost.bench.serve.report import problems
 
 ALL = "all"
 SHARES = ("exact", "approximate", "moved", "recomputed", "computed")

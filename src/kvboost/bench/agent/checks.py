@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvboost.bench.load.serve.clients import Answer
+from kvboost.bench.serve.clients import Answer
 
 ANSWER_TOKENS = 64
 LOGPROBS = 20

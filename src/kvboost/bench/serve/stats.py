@@ -12,9 +12,9 @@ import numpy as np
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.figures import Value
 from kvboost.bench.kit.goals import Goal
-from kvboost.bench.load.serve.clients import Answer
-from kvboost.bench.load.serve.costs import Costs
 from kvboost.bench.peers.servers import OURS, RIVAL
+from kvboost.bench.serve.clients import Answer
+from kvboost.bench.serve.costs import Costs
 
 RAG_TTFT = 0.4
 """The most of the rival's median time to first token, on passages in changing order."""
