@@ -95,7 +95,7 @@ peers: $(READY)  ## install the engines to compare with, each in a place of its 
 	@$(BIN)/python scripts/setup_peers.py
 
 bench: $(READY)  ## the main benchmarks, unattended, into bench-results/ (up to 90 minutes)
-	@$(BIN)/python -m benchmarks all --out bench-results --history bench-results/history.jsonl
+	@$(BIN)/python -m benchmarks all --out bench-results
 
 release: export TORCH_INDEX := $(TORCH_INDEX)
 release: $(READY)  ## build, check and try the packages of the last commit, into dist/ (minutes)

@@ -157,17 +157,15 @@ class Benchmark:
         *,
         plot: Path | None = None,
         output: Path | None = None,
-        history: Path | None = None,
     ) -> dict[str, Any]:
         """Runs the benchmark and shows what it found; returns its record, which is also written
-        to ``output`` and added to ``history``."""
+        to ``output``."""
         from kvboost.bench.kit.figures import check_plot, save
-        from kvboost.bench.kit.record import append, record
+        from kvboost.bench.kit.record import record
 
         if plot is not None:
             check_plot(plot)
-        for name, path in (("output", output), ("history", history)):
-            check_folder(path, name)
+        check_folder(output, "output")
         bench = Bench(console, settings)
         report = self.load().run(settings, bench)
         for part in report.shown:
@@ -184,8 +182,6 @@ class Benchmark:
         )
         if output is not None:
             output.write_text(json.dumps(made, indent=2) + "\n")
-        if history is not None:
-            append(history, made)
         return made
 
 

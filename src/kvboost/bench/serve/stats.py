@@ -140,7 +140,6 @@ def _spread(values: Sequence[float]) -> Value:
 
 
 def _named(value: Value) -> dict[str, float]:
-    """As ``scripts/compare_records.py`` reads it."""
     return {"value": value.middle, "low": value.low, "high": value.high}
 
 

@@ -51,7 +51,7 @@ OWN = "kvboost_attention"
 
 
 class LayerAttention(Protocol):
-    """Attention of one layer over rows that are no keys and values (``model/execution/latent.py``)."""
+    """Attention of one layer over rows that are no keys and values (``latent.py``)."""
 
     def attend(
         self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float

@@ -28,8 +28,7 @@ class Positions(str, Enum):
 class Architecture:
     """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
     it. Otherwise the model keeps its own attention, one sequence at a time. ``latent``: layers keep
-    latents in place of keys and values (``model/execution/latent.py``). ``states``: some layers fold all text
-    into a state (``model/execution/states.py``)."""
+    latents in place of keys and values. ``states``: some layers fold all text into a state."""
 
     positions: Positions
     packed: bool = True
