@@ -17,6 +17,7 @@ from kvboost.model.triton import (
     attention,
     codes,
     dense,
+    experts,
     fused,
     mass,
     move,
@@ -76,6 +77,7 @@ SIZES = {
     "ROWS": 16,
     "KEYS": 16,
     "HALF": 12,
+    "SECOND": 12,
     "WIDTH": 24,
     "BLOCK": 16,
     "ALIGN": 16,
@@ -95,6 +97,13 @@ DENSE = {"whole": None, "keys": TILE, "values": TILE, "DIM": 32}
 ALL_KEYS = dict.fromkeys(("absent", "window", "cap", "sinks", "lse"))
 ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
 PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
+ORDERED = {"EXPERTS": 32, "PAIRS": 256, "SLOTS": 1024, "BLOCKS": 64, "AT_ONCE": 16}
+OF_EXPERTS = {"chosen": "*i64", "order": "*i32", "experts": "*i32", "starts": "*i32"}
+PRODUCT = {
+    **{"WIDTH": 2880, "DEPTH": 2880, "CHOSEN": 4, "COLUMNS": 64, "AT_ONCE": 128, "GROUP": 8},
+    **{**OF_EXPERTS, "weights": "*bf16", "biases": "*bf16", "shares": "*bf16"},
+}
+EXACT = {"weights": "*fp32", "biases": None, "shares": None, "AT_ONCE": 32}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (adapters._shrink_kernel, "bf16", {}),
     (adapters._expand_kernel, "bf16", {}),
@@ -106,6 +115,11 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (fused._add_norm_kernel, "fp32", {**PLAIN, "added": None, "summed": None}),
     (fused._rotate_write_kernel, "fp32", {**PLAIN, "query_norm": None, "key_norm": None}),
     (fused._gate_kernel, "bf16", PLAIN),
+    (experts._order_kernel, "bf16", {**ORDERED, **OF_EXPERTS}),
+    (experts._product_kernel, "bf16", PRODUCT),
+    (experts._product_kernel, "bf16", {**PRODUCT, "order": None, "experts": "*i64"}),
+    (experts._product_kernel, "fp32", {**PRODUCT, **EXACT}),
+    (experts._limited_gate_kernel, "bf16", {"alpha": "fp32", "limit": "fp32", "BLOCK": 1024}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **WHOLE_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),

@@ -117,7 +117,7 @@ def rotate_and_write(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     _add_change(addition, qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
     parts = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), 1)
-    cos, sin = (part[:, None] for part in cos_sin)
+    cos, sin = (part.repeat(1, dim // part.shape[1])[:, None] for part in cos_sin)
     for number, part in enumerate(parts[:2]):
         turned = part if norms is None else _norm(part, norms[number], eps)
         first, second = turned.chunk(2, -1)

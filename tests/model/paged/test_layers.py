@@ -24,7 +24,7 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         use_torch_kernels(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt_oss"])
 def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     model = tiny_model(name, **TWO_LAYERS)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}

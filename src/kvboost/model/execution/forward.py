@@ -33,6 +33,7 @@ from kvboost.model.execution.caches import (
     StatefulCache,
     observe,
 )
+from kvboost.model.execution.experts import Experts
 from kvboost.model.execution.fast_layers import FastLayers, decoder_layers
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
@@ -110,6 +111,7 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._latents = latent_layers(model) if latent else []
+        self._experts = None if streams else Experts.of(model)
         self.release()  # another engine may have bound it
         key_scales.fold(model)
         self.observed = observe(model, probed_positions, latent=latent)
@@ -200,7 +202,9 @@ class Forward:
         return self._kernels is not None
 
     def bind(self) -> None:
-        """Makes the model use our attention."""
+        """Makes the model use our attention and our experts."""
+        if self._experts is not None:
+            self._experts.bind()
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
@@ -209,8 +213,10 @@ class Forward:
                 latent.bind()
 
     def release(self) -> None:
-        """Restores the model's own attention."""
+        """Restores the model's own attention and experts."""
         with self.lock:
+            if self._experts is not None:
+                self._experts.release()
             if not self.streams:
                 key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
@@ -333,6 +339,12 @@ class Forward:
         return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        if self._experts is not None and self._runs_as_stock(segments):
+            with self._experts.as_stock():
+                return self._run_with_our_attention(segments)
+        return self._run_with_our_attention(segments)
+
+    def _run_with_our_attention(self, segments: Sequence[Segment]) -> torch.Tensor:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 

@@ -1,5 +1,5 @@
 """Decoder layers of the Llama kind in ten kernels instead of thirty-five, for rows in pages: those
-of decode steps, and those of prompts.
+of decode steps, and those of prompts. Of layers with experts, everything before the experts.
 
 Their products are those of the model, of which some are merged: queries, keys and values are one,
 gate and up are one. The weights of merged layers become views of one tensor, so that they take no
@@ -35,9 +35,11 @@ ROUNDING = {torch.float32: 1e-3}
 2**-3."""
 PROBED_ROWS = {"cpu": 20, "cuda": 640}
 """Rows of a prompt that show whether our layers do what the model's do."""
-KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+DENSE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; perhaps norms of queries and
 keys."""
+SPARSE = ("GptOssDecoderLayer", "MixtralDecoderLayer", "Qwen3MoeDecoderLayer")
+"""The same with experts, perhaps in some layers only; perhaps with windows and sinks."""
 
 
 class Merged:
@@ -69,14 +71,18 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._linears = linears_of(layer)
-        self.qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = Merged([mlp.gate_proj, mlp.up_proj])
+        self._sinks = getattr(attention, "sinks", None)
+        self._window = _window_of(attention)
+        qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up = None if _is_sparse(layer) else Merged([mlp.gate_proj, mlp.up_proj])
+        self.qkv, self.gate_up = qkv, gate_up
         self._norms, self._norm_eps = None, 0.0
         if hasattr(attention, "q_norm"):
             self._norms = attention.q_norm.weight, attention.k_norm.weight
             self._norm_eps = attention.q_norm.variance_epsilon
 
-        groups = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
+        groups = [("q", "k", "v"), ("o",)]
+        groups += [] if gate_up is None else [("gate", "up"), ("down",)]
         self.places = [_place(layer, name, group) for group in groups]
 
     def serves(self, batch: Batch, rows: int) -> bool:
@@ -99,9 +105,14 @@ class FusedLayer:
         query, keys, values = rotate_and_write(
             qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
-        attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
+        attended = batch.attend_rows(
+            number, query, attention.scaling, self._window, None, self._sinks, fresh=(keys, values)
+        )
         out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
+        if self.gate_up is None:
+            mixed = layer.mlp(normed[None])
+            return summed[None] + (mixed[0] if isinstance(mixed, tuple) else mixed)
         gated = gate(*self._product(2, normed, batch, self.gate_up))
         # Adds the product in place: no kernel for the sum.
         down = layer.mlp.down_proj.weight.t()
@@ -132,10 +143,17 @@ def _place(layer: Any, name: str, group: Sequence[str]) -> Place:
 
 def linears_of(layer: Any) -> list[Any]:
     attention, mlp = layer.self_attn, layer.mlp
-    return [
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    ]
+    dense = () if _is_sparse(layer) else (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *dense]
+
+
+def _is_sparse(layer: Any) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def _window_of(attention: Any) -> int | None:
+    window: int | None = getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", window)
 
 
 class FusedLayers:
@@ -153,7 +171,8 @@ class FusedLayers:
             return
         distances: list[torch.Tensor] = []
         for layer, ours in self._layers.items():
-            compare_forward(layer, ours, _distance, distances)
+            distance = _distance if ours.gate_up is not None else _usual_distance
+            compare_forward(layer, ours, distance, distances)
         try:
             with torch.inference_mode():
                 _probe(slab, run_model)
@@ -185,7 +204,7 @@ class FusedLayers:
         """Leaves the model as it was."""
         for layer, ours in self._layers.items():
             restore_forward(layer)
-            for merged in (ours.qkv, ours.gate_up):
+            for merged in filter(None, (ours.qkv, ours.gate_up)):
                 merged.separate()
         self._layers = {}
 
@@ -213,25 +232,36 @@ def _probe(slab: Slab, run_model: RunModel) -> None:
 def _distance(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The largest error of a number, relative to the number and to what the layer has added to its
     row."""
+    return _distances(given, expected, before).max()
+
+
+def _usual_distance(
+    given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """The median over rows: of experts that are nearly equal, rounding may choose another."""
+    return _distances(given, expected, before).median()
+
+
+def _distances(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The largest error in each row."""
     given, expected, before = given.float(), expected.float(), before.float()
     added = (expected - before).square().mean(dim=-1, keepdim=True).sqrt()
-    return ((given - expected).abs() / (expected.abs() + added)).max()
+    return ((given - expected).abs() / (expected.abs() + added)).amax(dim=-1)
 
 
 def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
-    """The decoder layers of the kinds we know, except those with a window or with weights that are
-    not plain."""
+    """The decoder layers of the kinds we know, except those without experts that have a window, and
+    those with weights that are not plain."""
     for module in model.modules():
-        if type(module).__name__ not in KINDS:
+        if type(module).__name__ not in (*DENSE, *SPARSE):
             continue
         layer: Any = module
         config = layer.self_attn.config
-        window = getattr(config, "sliding_window", None)
         linears = linears_of(layer)
         plain = all(type(each) is nn.Linear and each.weight.dtype == dtype for each in linears)
         if (
             "forward" not in vars(layer)
-            and getattr(layer.self_attn, "sliding_window", window) is None
+            and (type(module).__name__ in SPARSE or _window_of(layer.self_attn) is None)
             and config.hidden_act == "silu"
             and layer.self_attn.head_dim % 2 == 0
             and plain
@@ -243,4 +273,6 @@ def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
 def _are_biases_alike(linears: Sequence[nn.Linear]) -> bool:
     """Whether the linear layers that become one all have a bias, or none has."""
     biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
-    return all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
+    return all(len(set(group)) <= 1 for group in biases) and all(
+        each.bias is None for each in linears[6:]
+    )
