@@ -100,8 +100,16 @@ PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "R
 ORDERED = {"EXPERTS": 32, "PAIRS": 256, "SLOTS": 1024, "BLOCKS": 64, "AT_ONCE": 16}
 OF_EXPERTS = {"chosen": "*i64", "order": "*i32", "experts": "*i32", "starts": "*i32"}
 PRODUCT = {
-    **{"WIDTH": 2880, "DEPTH": 2880, "CHOSEN": 4, "COLUMNS": 64, "AT_ONCE": 128, "GROUP": 8},
-    **{**OF_EXPERTS, "weights": "*bf16", "biases": "*bf16", "shares": "*bf16"},
+    "WIDTH": 2880,
+    "DEPTH": 2880,
+    "CHOSEN": 4,
+    "COLUMNS": 64,
+    "AT_ONCE": 128,
+    "GROUP": 8,
+    **OF_EXPERTS,
+    "weights": "*bf16",
+    "biases": "*bf16",
+    "shares": "*bf16",
 }
 EXACT = {"weights": "*fp32", "biases": None, "shares": None, "AT_ONCE": 32}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [

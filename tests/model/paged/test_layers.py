@@ -44,6 +44,17 @@ def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
         assert torch.equal(weight, before[key])
 
 
+def test_layers_with_experts_are_compared_before_rounding_chooses_the_experts() -> None:
+    model = tiny_model("gpt_oss", **TWO_LAYERS).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.router.weight.data.zero_()  # all are equal
+        layer.mlp.router.bias.data.zero_()
+    forward = make_engine(model)._model.forward
+    slab = Slab(forward.shape, num_pages=4, num_requests=1)
+    ours = PagedForward(forward, slab, NoCapture()).layers
+    assert ours is not None and len(ours) == 2 and ours.note is None
+
+
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
 def test_other_layers_are_left_alone(name: str) -> None:
     engine = make_engine(tiny_model(name, **SMALL))

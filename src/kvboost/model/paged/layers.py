@@ -95,6 +95,23 @@ class FusedLayer:
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: RowBatch
     ) -> torch.Tensor:
+        summed, normed = self.attended(hidden, cos, sin, batch)
+        mlp = self._layer.mlp
+        if self.gate_up is None:
+            mixed = mlp(normed[None])
+            return summed[None] + (mixed[0] if isinstance(mixed, tuple) else mixed)
+        gated = gate(*self._product(2, normed, batch, self.gate_up))
+        # Adds the product in place: no kernel for the sum.
+        down = mlp.down_proj.weight.t()
+        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+        if change is not None:
+            expand(change, out)
+        return out[None]
+
+    def attended(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: RowBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` with what attention adds to it, and the norm of that, ``[rows, width]``."""
         hidden, cos_sin = hidden[0], (cos[0], sin[0])
         layer = self._layer
         attention, number = layer.self_attn, layer.self_attn.layer_idx
@@ -110,16 +127,7 @@ class FusedLayer:
         )
         out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
-        if self.gate_up is None:
-            mixed = layer.mlp(normed[None])
-            return summed[None] + (mixed[0] if isinstance(mixed, tuple) else mixed)
-        gated = gate(*self._product(2, normed, batch, self.gate_up))
-        # Adds the product in place: no kernel for the sum.
-        down = layer.mlp.down_proj.weight.t()
-        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
-        if change is not None:
-            expand(change, out)
-        return out[None]
+        return summed, normed
 
     def _product(
         self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
@@ -171,8 +179,10 @@ class FusedLayers:
             return
         distances: list[torch.Tensor] = []
         for layer, ours in self._layers.items():
-            distance = _distance if ours.gate_up is not None else _usual_distance
-            compare_forward(layer, ours, distance, distances)
+            if ours.gate_up is not None:
+                compare_forward(layer, ours, _distance, distances)
+            else:
+                _compare_attended(layer, ours, distances)
         try:
             with torch.inference_mode():
                 _probe(slab, run_model)
@@ -232,21 +242,32 @@ def _probe(slab: Slab, run_model: RunModel) -> None:
 def _distance(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The largest error of a number, relative to the number and to what the layer has added to its
     row."""
-    return _distances(given, expected, before).max()
-
-
-def _usual_distance(
-    given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
-    """The median over rows: of experts that are nearly equal, rounding may choose another."""
-    return _distances(given, expected, before).median()
-
-
-def _distances(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The largest error in each row."""
     given, expected, before = given.float(), expected.float(), before.float()
     added = (expected - before).square().mean(dim=-1, keepdim=True).sqrt()
-    return ((given - expected).abs() / (expected.abs() + added)).amax(dim=-1)
+    return ((given - expected).abs() / (expected.abs() + added)).max()
+
+
+def _compare_attended(layer: Any, ours: FusedLayer, distances: list[torch.Tensor]) -> None:
+    """As ``compare_forward``, up to the experts. They are the model's own, and where two are nearly
+    equal, rounding decides which one a row is sent through."""
+    stock = layer.forward
+
+    def forward(
+        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        seen: list[torch.Tensor] = []
+        norm = layer.post_attention_layernorm
+        watch = norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            out = stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        finally:
+            watch.remove()
+        cos, sin = kwargs["position_embeddings"]
+        summed, _ = ours.attended(hidden_states, cos, sin, past_key_values.batch)
+        distances.append(_distance(summed[None], seen[0], hidden_states))
+        return out
+
+    layer.forward = forward
 
 
 def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
