@@ -28,10 +28,10 @@ from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import percent, table
-from kvboost.bench.load.serve.connection import KEPT_SECONDS
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer, RouteServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.bench.serve.connection import KEPT_SECONDS
 from kvboost.bench.texts.prompts import docstrings, sources
 from kvboost.config import DEFAULT_MODEL, format_bytes
 from kvboost.progress import Progress, Step

@@ -29,14 +29,14 @@ from kvboost.bench.kit.tables import ms, table
 from kvboost.cache.quantize import RowCodec
 from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import copy_rows
 from kvboost.model.far.place import FarPlace, in_file, on_host
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
-from kvboost.model.segment import Segment
 
 BOTH, STREAMED, ON_HOST, STOCK = "both", "streamed", "on the host", "transformers"
 ALONE = {STREAMED: 0.0, ON_HOST: 1.0}

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.shapes import number_tokenizer
 from kvboost import EngineConfig, KVBoost
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.store import FarStore
-from kvboost.model.kv_shape import KVShape
 
 LEAST_ROWS = 384
 """Rows of the smaller engine: a third of the prompt, and not fewer than this."""

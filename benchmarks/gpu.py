@@ -36,7 +36,7 @@ from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import Contender, interleave, take_turns
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.model.machine import copy_bandwidth, gpu_kernels
+from kvboost.model.loading.machine import copy_bandwidth, gpu_kernels
 
 OURS, VLLM, STOCK, BATCHING = "KVBoost", "vLLM", "transformers", "continuous batching"
 READ, KNOWN, IN_RAM, ON_DISK, MOVED = "new", "known", "known, RAM", "known, disk", "moved"

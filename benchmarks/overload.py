@@ -30,10 +30,10 @@ import jsonschema_rs
 
 from benchmarks.cluster import open_client
 from benchmarks.soak import MOST_GROWTH, levels, resident_mb
-from kvboost.bench.load.serve.clients import data_of
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
+from kvboost.bench.serve.clients import data_of
 from kvboost.bench.texts.prompts import docstrings
 from kvboost.config import DEFAULT_MODEL
 

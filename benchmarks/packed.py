@@ -162,8 +162,8 @@ def find_llama(options: argparse.Namespace) -> str | None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from kvboost.model.load import load_tokenizer
-    from kvboost.model.weights import known_names, models_dir, pull_gguf
+    from kvboost.model.loading.load import load_tokenizer
+    from kvboost.model.loading.weights import known_names, models_dir, pull_gguf
 
     named = options.model in known_names()
     file = pull_gguf(options.model) if named else Path(options.model).resolve()

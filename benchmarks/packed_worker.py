@@ -35,7 +35,7 @@ class Ours:
 
     def __init__(self, given: dict[str, Any]) -> None:
         from kvboost import KVBoost
-        from kvboost.model.deferred import install
+        from kvboost.model.loading.deferred import install
 
         install(own_process=True)
 
@@ -125,7 +125,7 @@ def divergence(given: dict[str, Any]) -> dict[str, Any]:
     """The mean KL of packed weights from their own dequantised numbers."""
     import torch
 
-    from kvboost.model.load import load
+    from kvboost.model.loading.load import load
     from kvboost.model.quantized import products
 
     packed = load(given["model"], weight_form=PACKED, device="cpu", dtype="float32")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvboost.model.experts import idle_weights
+from kvboost.model.loading.experts import idle_weights
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "tiny": (64, 96, 2, 4, 2),

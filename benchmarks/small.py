@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvboost.model.load import LoadedModel, wrap
+from kvboost.model.loading.load import LoadedModel, wrap
 
 END = 256
 """The token that ends an answer; those below it are bytes."""

@@ -19,7 +19,7 @@ from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
 from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.config import EngineConfig
-from kvboost.model.load import LoadedModel
+from kvboost.model.loading.load import LoadedModel
 from kvboost.progress import Progress
 from kvboost.results import kl_divergence
 

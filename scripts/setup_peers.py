@@ -47,7 +47,7 @@ from kvboost.bench.peers.environments import (
 )
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
-from kvboost.model.weights import BUNDLED, fetch_wheel, verify
+from kvboost.model.loading.weights import BUNDLED, fetch_wheel, verify
 from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cores import cores_per_worker
 from kvboost import KVBoost
-from kvboost.model.device import cpu_has_bf16
-from tiny import OTHER_MODELS, any_model, make_engine, tiny_model
+from kvboost.model.loading.device import cpu_has_bf16
+from support.cores import cores_per_worker
+from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 

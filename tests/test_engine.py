@@ -23,9 +23,9 @@ from kvboost import (
     StockModel,
     UnsupportedModelError,
 )
-from kvboost.model.sampling import Sampler
+from kvboost.model.execution.sampling import Sampler
 from kvboost.results import PHASES
-from tiny import (
+from support.tiny import (
     CONTEXT,
     EOS,
     byte_tokenizer,
@@ -171,7 +171,7 @@ def test_finish_reasons_are_true(engine) -> None:
 def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     monkeypatch.setattr("kvboost.runtime.runtime.INITIAL_ANSWER_ROWS", 1)
-    monkeypatch.setattr("kvboost.model.kv._ROUND", 1)
+    monkeypatch.setattr("kvboost.model.execution.kv._ROUND", 1)
     engine._runtime.pool.clear()
     grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert grown == expected

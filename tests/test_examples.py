@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from live_server import live_server
-from load_script import load_example
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.live_server import live_server
+from support.load_script import load_example
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 ROOT = Path(__file__).parents[1]
 RUNNER = ROOT / "examples" / "run.py"

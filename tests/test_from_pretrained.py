@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from kvboost import ConfigError, EngineConfig, KVBoost
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app as benchmarks
 from benchmarks.entries import SCRIPTS
-from homes import use_home
 from kvboost.cli import app
+from support.homes import use_home
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

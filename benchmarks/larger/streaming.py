@@ -20,8 +20,8 @@ from kvboost.bench.kit.machine import memory_fence
 from kvboost.bench.texts.edits import code_edit, words_as_tokens
 from kvboost.config import EngineConfig, format_bytes
 from kvboost.errors import KVBoostError
-from kvboost.model.load import wrap
-from kvboost.model.machine import bus_bandwidth
+from kvboost.model.loading.load import wrap
+from kvboost.model.loading.machine import bus_bandwidth
 from kvboost.model.streaming.layers import StreamedLayers
 from kvboost.model.streaming.place import Placement, place
 from kvboost.model.streaming.plan import DeviceBudget

@@ -51,9 +51,9 @@ from kvboost.results import (
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
-    from kvboost.model.embedding import EmbeddingModel
-    from kvboost.model.reference import StockModel
-    from kvboost.model.weights import ModelInfo, list_models, pull_model
+    from kvboost.model.execution.embedding import EmbeddingModel
+    from kvboost.model.execution.reference import StockModel
+    from kvboost.model.loading.weights import ModelInfo, list_models, pull_model
     from kvboost.runtime.streams import AsyncTextStream, TextStream
     from kvboost.tokens.prompt import Conversation
 
@@ -119,13 +119,13 @@ __all__ = [
 _LAZY = {
     "AsyncTextStream": "kvboost.runtime.streams",
     "Conversation": "kvboost.tokens.prompt",
-    "EmbeddingModel": "kvboost.model.embedding",
+    "EmbeddingModel": "kvboost.model.execution.embedding",
     "KVBoost": "kvboost.engine",
-    "ModelInfo": "kvboost.model.weights",
-    "StockModel": "kvboost.model.reference",
+    "ModelInfo": "kvboost.model.loading.weights",
+    "StockModel": "kvboost.model.execution.reference",
     "TextStream": "kvboost.runtime.streams",
-    "list_models": "kvboost.model.weights",
-    "pull_model": "kvboost.model.weights",
+    "list_models": "kvboost.model.loading.weights",
+    "pull_model": "kvboost.model.loading.weights",
 }
 
 

@@ -35,7 +35,7 @@ from kvboost.config import (
     refuse_unknown_options,
 )
 from kvboost.errors import ConfigError, KVBoostError, PromptError
-from kvboost.model.load import LoadedModel, machine_key, wrap
+from kvboost.model.loading.load import LoadedModel, machine_key, wrap
 from kvboost.results import (
     AdapterInfo,
     Calibration,

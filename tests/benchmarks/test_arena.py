@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import arena
 from kvboost import KVBoost
-from passages import text
-from tiny import byte_tokenizer, tiny_model
+from support.passages import text
+from support.tiny import byte_tokenizer, tiny_model
 
 EXAM = {
     "system_prompt": "You answer.",

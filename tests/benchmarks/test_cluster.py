@@ -19,9 +19,9 @@ from benchmarks.cluster import (
     references,
 )
 from kvboost.bench.peers.process import Running
-from live_server import live_router, live_server
-from passages import WORDS, text
-from tiny import make_engine, tiny_model
+from support.live_server import live_router, live_server
+from support.passages import WORDS, text
+from support.tiny import make_engine, tiny_model
 
 
 @pytest.fixture

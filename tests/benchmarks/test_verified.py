@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from benchmarks import verified
 from kvboost.bench.texts.questions import Question
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 def test_answers_of_all_ways_are_compared_and_timed(capsys) -> None:

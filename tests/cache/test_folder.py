@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import ROOT, make_chunk
 from kvboost import CacheFolderError, ConfigError
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage, Origin
@@ -24,9 +23,10 @@ from kvboost.cache.quantize import KVData
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.config import cache_dir, format_bytes, parse_bytes
 from kvboost.errors import ForgetError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.tokens.hashing import as_token_ids, branch_key
-from tiny import byte_tokenizer
+from support.chunks import ROOT, make_chunk
+from support.tiny import byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
 TEXT = "A secret that the lamp keeper told nobody but the gulls on the rocks."

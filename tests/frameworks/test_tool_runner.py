@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import anthropic
 from anthropic import beta_tool
-from questions import sheets
+
+from support.questions import sheets
 
 TURNS, TRIGGER, KEPT = 7, 4, 2
 EDITS = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from fake_engine import FakeEngine
 from kvboost.serve.metrics import Metrics
+from support.fake_engine import FakeEngine
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "kvboost.json"
 NAME = re.compile(r"\bkvboost_\w+")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import make_chunk
 from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.config import MOST_CONTEXTS
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import choose
+from support.chunks import make_chunk
 
 
 def run(start: int, end: int, name: int, **given: object) -> MovedRun:

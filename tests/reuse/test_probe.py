@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.segment import ChunkWindow, rows_first
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import ChunkWindow, rows_first
 from kvboost.reuse import probe
 from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation
 

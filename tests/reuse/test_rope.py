@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.mixed_kv import make_kv
+from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.reuse.rope import Rotation
-from tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
+from support.tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
 
 ORIGINAL = {"original_max_position_embeddings": 64}
 SCALED = {
@@ -23,7 +23,7 @@ SCALED = {
 
 def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
-    from kvboost.model.segment import Segment
+    from kvboost.model.execution.segment import Segment
 
     rotation, _ = engine._runtime.backend.rotation.at(0)
     forward = engine._model.forward

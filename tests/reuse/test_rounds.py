@@ -9,8 +9,8 @@ from kvboost.errors import ConfigError
 from kvboost.results import Score, kl_divergence
 from kvboost.reuse import repair
 from kvboost.reuse.rounds import divergence
-from test_reuse import BASELINE, HEADER, PASSAGES, prompt_of, words
-from tiny import make_engine, tiny_model
+from support.prompts import BASELINE, HEADER, PASSAGES, prompt_of, words
+from support.tiny import make_engine, tiny_model
 
 PROMPT, ANSWER = prompt_of([3, 1, 0, 2]), words(5, 6)
 

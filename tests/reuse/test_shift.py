@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.segment import rows_first
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import rows_first
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
 

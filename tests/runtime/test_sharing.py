@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.sharing import GRID, LEAST_SHARED, RunningRequests
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, common_prefix

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost.errors import StructuredOutputError
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.structured.formats import (
     after_reasoning,
     grammar_for,
@@ -15,7 +15,7 @@ from kvboost.structured.formats import (
     regex_grammar,
 )
 from kvboost.structured.grammars import KEPT_GRAMMARS, MOST_FORCED, Constraint, Grammars
-from tiny import EOS, VOCAB, byte_tokenizer
+from support.tiny import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
 

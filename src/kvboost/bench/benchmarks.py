@@ -12,7 +12,7 @@ _ENTRIES = (
     Benchmark(
         "ttft",
         "How soon does the first token come, against stock transformers and other engines?",
-        "kvboost.bench.speed.ttft.run",
+        "kvboost.bench.ttft.run",
         goals=(
             "exact hits at 2,048 tokens at least 8 × faster to first token than stock transformers",
             "exact hits at 2,048 tokens faster than every peer's warm prefix",
@@ -31,7 +31,7 @@ _ENTRIES = (
     Benchmark(
         "serve",
         "How do servers compare under the same load: ours, vLLM and llama.cpp?",
-        "kvboost.bench.load.serve.run",
+        "kvboost.bench.serve.run",
         goals=(
             "rag: p50 TTFT at most 0.4 of vllm's",
             "rag: the most requests/s of all",
@@ -43,7 +43,7 @@ _ENTRIES = (
     Benchmark(
         "agent",
         "How soon does each turn of a coding agent begin: ours, vLLM and llama.cpp?",
-        "kvboost.bench.load.agent.run",
+        "kvboost.bench.agent.run",
         goals=(
             "append: the first tokens of a session's turns no later than vllm's",
             "files: the first tokens of a session's turns no later than vllm's",

@@ -10,11 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from kvboost.config import home
-from kvboost.model import native, weights
-from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype, slow_dtype
-from kvboost.model.fast_layers import can_pack
+from kvboost.model import native
+from kvboost.model.execution.fast_layers import can_pack
 from kvboost.model.fit.bandwidths import bandwidths
-from kvboost.model.machine import memory_bytes
+from kvboost.model.loading import weights
+from kvboost.model.loading.device import cpu_has_bf16, pick_device, pick_dtype, slow_dtype
+from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.paged.pool import why_no_pages
 from kvboost.model.quantized.products import describe_path
 

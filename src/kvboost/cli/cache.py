@@ -286,7 +286,7 @@ def forget(
         opened = _open(folder, named)
         names = opened.models()
         chosen = model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
-        from kvboost.model.load import load_tokenizer
+        from kvboost.model.loading.load import load_tokenizer
 
         try:
             tokenizer = load_tokenizer(chosen, local_only=model is None)
@@ -340,7 +340,7 @@ def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
 
 def _previews(entries: list[Entry]) -> dict[str, str]:
     """The beginning of each chunk's text; ``?`` if its model's tokenizer is not on this machine."""
-    from kvboost.model.load import load_tokenizer
+    from kvboost.model.loading.load import load_tokenizer
 
     @remember
     def decoder(name: str) -> Callable[[list[int]], str]:

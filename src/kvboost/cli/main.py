@@ -44,7 +44,7 @@ from kvboost.cli.common import (
     unwrap_help,
 )
 from kvboost.config import DEFAULT_MODEL, EngineConfig
-from kvboost.model.deferred import install
+from kvboost.model.loading.deferred import install
 
 app = typer.Typer(
     name="kvboost",

@@ -1,5 +1,5 @@
 """The model and everything around it. The only package that imports transformers."""
 
-from kvboost.model.deferred import install
+from kvboost.model.loading.deferred import install
 
 install()

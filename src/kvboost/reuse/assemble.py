@@ -13,9 +13,9 @@ from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.mixed import group_of, join_groups, states_of, with_states
 from kvboost.cache.quantize import KVData, NewRows, Quantizer
-from kvboost.model.kv import RequestKV
-from kvboost.model.mixed_kv import MixedKV
-from kvboost.model.states import RowStates
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.mixed_kv import MixedKV
+from kvboost.model.execution.states import RowStates
 
 
 class KVRows(Protocol):

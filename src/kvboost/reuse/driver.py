@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvboost.config import RepairParams
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.repair import STRATEGIES, MovedText, Probe
 from kvboost.reuse.rounds import Rounds, asks_stale_answer
 from kvboost.reuse.shift import Positions, Spans

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
+from kvboost.model.execution.partial_attention import sink_shares
+from kvboost.model.execution.segment import Hook, heads_first, is_beyond
 from kvboost.model.native.moved_rows import attention_mass
-from kvboost.model.partial_attention import sink_shares
-from kvboost.model.segment import Hook, heads_first, is_beyond
 
 _SCORES = 1 << 24  # attention weights held at a time: a long prompt has many
 

@@ -18,7 +18,7 @@ import torch
 
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 

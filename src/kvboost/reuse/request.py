@@ -10,8 +10,8 @@ import torch
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData
-from kvboost.model.kv import RequestKV
-from kvboost.model.segment import Hook
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.driver import ShiftedRows
 from kvboost.reuse.rope import AnyRotation

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost.model.execution.segment import Hook, heads_first
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows
-from kvboost.model.segment import Hook, heads_first
 from kvboost.reuse.rope import AnyRotation, CosSin
 
 PRIOR_ROWS = 4

@@ -12,7 +12,7 @@ from kvboost.cache.store import ChunkStore
 from kvboost.errors import AdapterError, UnknownAdapterError
 from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
-from kvboost.model.forward import Forward
+from kvboost.model.execution.forward import Forward
 from kvboost.results import LONGEST_ADAPTER_NAME, AdapterInfo
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 

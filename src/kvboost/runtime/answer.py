@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvboost.model.sampling import Picked
+from kvboost.model.execution.sampling import Picked
 from kvboost.runtime.request import RequestState
 from kvboost.tokens.text import AnswerText, Tokenizer
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.request import RequestRows

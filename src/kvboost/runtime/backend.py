@@ -17,13 +17,13 @@ from kvboost.cache.tiers.open import Tiers, open_tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.host_memory import host_memory
+from kvboost.model.execution.kv import KVPool, Prefix, RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.mixed_kv import make_pool
 from kvboost.model.far.store import FarStore
-from kvboost.model.forward import Forward
-from kvboost.model.host_memory import host_memory
-from kvboost.model.kv import KVPool, Prefix, RequestKV
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.load import LoadedModel
-from kvboost.model.mixed_kv import make_pool
+from kvboost.model.loading.load import LoadedModel
 from kvboost.model.native.moved_rows import move_keys
 from kvboost.reuse.assemble import MixedPacker, Packer, StatePacker
 from kvboost.reuse.cost import CostModel

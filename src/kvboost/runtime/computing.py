@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from kvboost.model.sampling import Picked
-from kvboost.model.segment import Segment
+from kvboost.model.execution.sampling import Picked
+from kvboost.model.execution.segment import Segment
 from kvboost.model.triton.host import one_thread
 from kvboost.runtime.backend import Backend
 from kvboost.runtime.request import RequestState

@@ -13,9 +13,9 @@ from kvboost.cache.quantize import RowCodec
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.model import native
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.place import FarPlace, in_file, on_host
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.machine import memory_bytes
+from kvboost.model.loading.machine import memory_bytes
 
 MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""

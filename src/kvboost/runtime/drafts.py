@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvboost.config import LIMIT_DRAFTED
-from kvboost.model.sampling import Picked
+from kvboost.model.execution.sampling import Picked
 from kvboost.runtime.computing import Given
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.speculation.speculation import Speculator

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from kvboost.errors import ContextLengthError
-from kvboost.model.embedding import by_length, normalised, run_steps
-from kvboost.model.segment import Segment
+from kvboost.model.execution.embedding import by_length, normalised, run_steps
+from kvboost.model.execution.segment import Segment
 from kvboost.runtime.runtime import Runtime
 
 Embedding = Generator[None, None, npt.NDArray[np.float32]]

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from kvboost.config import EngineConfig, format_bytes
-from kvboost.model.load import LoadedModel
-from kvboost.model.machine import memory_bytes
+from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.quantized.layers import num_weights, weights_of
 from kvboost.runtime.devices import device_of
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from kvboost.config import GenerationMode
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import Picked, describe_rows
+from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.states import RowStates
 from kvboost.model.far.memory import wait_for
-from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import TokenSampler
-from kvboost.model.sampling import Picked, describe_rows
-from kvboost.model.segment import Segment
-from kvboost.model.states import RowStates
 from kvboost.results import SpanKind
 from kvboost.reuse.plan import LEAST_TOKENS, Plan
 from kvboost.runtime.answer import Answer

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvboost.config import RepairParams
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.results import Healing, HealReport
 from kvboost.runtime.audit import AuditTotals
 from kvboost.runtime.generation import Generation

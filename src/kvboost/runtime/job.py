@@ -16,7 +16,7 @@ from kvboost.runtime.streams import AnswerListener
 from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix, window_hashes
 
 if TYPE_CHECKING:
-    from kvboost.model.segment import Segment
+    from kvboost.model.execution.segment import Segment
     from kvboost.runtime.computing import Steps
 
 WINDOW = 32

@@ -9,9 +9,9 @@ import numpy as np
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.states import KnownStates
 from kvboost.config import GenerationMode
-from kvboost.model.kv import RequestKV
-from kvboost.model.sampling import takes_likeliest
-from kvboost.model.states import RowStates
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import takes_likeliest
+from kvboost.model.execution.states import RowStates
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.step_healing import StepHealing

@@ -13,7 +13,7 @@ import torch
 
 from kvboost.config import EngineConfig, whole
 from kvboost.errors import ConfigError
-from kvboost.model.load import LoadedModel, load
+from kvboost.model.loading.load import LoadedModel, load
 from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.runtime.devices import device_of
 from kvboost.runtime.runtime import Runtime

@@ -15,7 +15,7 @@ from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.gpu import SPARE_SHARE
 from kvboost.cache.tiers.ordered import Aside
-from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.execution.kv import Prefix, RequestKV
 from kvboost.model.paged import draft_steps
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import Capture, NoCapture, make_capture

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
-from kvboost.model.compat import Support
+from kvboost.model.loading.compat import Support
 from kvboost.results import ReuseReport
 from kvboost.results.explaining import Decode
 from kvboost.reuse.cost import CostModel

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.segment import Segment
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.reuse.driver import Part, ShiftedRows, repair_rows
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import MovedText, Probe

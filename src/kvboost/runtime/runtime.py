@@ -15,10 +15,10 @@ from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.store import ChunkStore
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError
-from kvboost.model.kv import RequestKV
-from kvboost.model.load import LoadedModel
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.states import RowStates
+from kvboost.model.loading.load import LoadedModel
 from kvboost.model.paged.pool import why_buffers
-from kvboost.model.states import RowStates
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import RequestRows

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvboost.config import GenerationMode
-from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.execution.kv import Prefix, RequestKV
 from kvboost.runtime.request import Request, RequestState
 from kvboost.tokens.hashing import HASHED_STEP, ChunkKey, common_prefix, common_steps
 

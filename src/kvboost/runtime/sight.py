@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kvboost.model.segment import ImageRows
+from kvboost.model.execution.segment import ImageRows
 from kvboost.model.vision.tower import Awaited, VisionTower
 from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.request import RequestState

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import torch
 
-from kvboost.model.kv import RequestKV
-from kvboost.model.sampling import takes_likeliest
-from kvboost.model.segment import Segment
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import takes_likeliest
+from kvboost.model.execution.segment import Segment
 from kvboost.results import Healing
 from kvboost.runtime.audit import AnswerComparison
 from kvboost.runtime.computing import Computing

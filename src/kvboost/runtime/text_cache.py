@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from kvboost.config import MOST_CONTEXTS, EngineConfig, GenerationMode, at_least, whole
 from kvboost.errors import ConfigError, PinError, PromptError
-from kvboost.model.load import LoadedModel
-from kvboost.model.tokenizer import ModelTokenizer
+from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.progress import Progress
 from kvboost.results import Arrangement, HealReport, Pin, ReuseReport
 from kvboost.results.explaining import Traces

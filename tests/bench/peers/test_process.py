@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-import fake_openai
-from fake_openai import FakePeer
-from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
-from kvboost.bench.load.serve.users import Request
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.process import running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, SYSTEMS, LlamaServer, VLLMServer
 from kvboost.bench.peers.setting import Setting
+from kvboost.bench.serve.clients import Answer, Target, closed_loop
+from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
 from kvboost.integrations.vllm.options import Options
+from support import fake_openai
+from support.fake_openai import FakePeer
 
 
 def ask(url: str) -> Answer:

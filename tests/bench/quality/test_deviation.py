@@ -17,8 +17,8 @@ from kvboost.bench.quality.summary import (
     summarize,
 )
 from kvboost.bench.texts.questions import make_questions
-from kvboost.model.load import LoadedModel, wrap
-from tiny import byte_tokenizer, tiny_model
+from kvboost.model.loading.load import LoadedModel, wrap
+from support.tiny import byte_tokenizer, tiny_model
 
 ASKING = {"passages": 3, "passage_tokens": 80, "answer_tokens": 4}
 MOVED = ["header", "reordered", "orders"]

@@ -22,8 +22,8 @@ from kvboost.bench.quality.rows import (
 from kvboost.bench.quality.summary import Summary, markdown_table, summarize
 from kvboost.bench.quality.tasks import Asking, choose
 from kvboost.bench.texts.questions import make_questions
-from kvboost.model.load import LoadedModel, wrap
-from tiny import byte_tokenizer, tiny_model
+from kvboost.model.loading.load import LoadedModel, wrap
+from support.tiny import byte_tokenizer, tiny_model
 
 ASKING = {"passages": 3, "passage_tokens": 160, "answer_tokens": 12}
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvboost.bench.texts.prompts import MAX_QUESTIONS, PATTERNS, fragments, passages, question
-from kvboost.model.tokenizer import ModelTokenizer
-from tiny import byte_tokenizer
+from kvboost.model.loading.tokenizer import ModelTokenizer
+from support.tiny import byte_tokenizer
 
 ENCODE = ModelTokenizer(byte_tokenizer()).encode
 

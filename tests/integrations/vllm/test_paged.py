@@ -7,13 +7,13 @@ import torch
 
 from kvboost.integrations.vllm.paged import GatheredMass, GatheredRows, GatheredShift
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
-from made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
+from support.made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
 
 ROWS, HEADS = 4 * PAGE, 6
 TABLE = torch.tensor([5, 2, 6, 3])

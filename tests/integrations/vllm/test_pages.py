@@ -5,7 +5,7 @@ import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.pages import Pages
-from made_up_pages import (
+from support.made_up_pages import (
     BLOCKS,
     DIM,
     FORMS,

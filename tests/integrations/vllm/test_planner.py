@@ -26,8 +26,8 @@ from kvboost.integrations.vllm.planner import (
 )
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
-from planting import chunk_files
-from redis_server import MISSING, RedisServer
+from support.planting import chunk_files
+from support.redis_server import MISSING, RedisServer
 
 PAGE, CHUNK = 32, 32
 WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from far_kv import copy_of, far_kv, late_attention
-from kvboost.model import attention
-from kvboost.model.attention import Batch, attend
+from kvboost.model.execution import attention
+from kvboost.model.execution.attention import Batch, attend
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.partial_attention import attend_part
+from kvboost.model.execution.segment import Segment
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.partial_attention import attend_part
-from kvboost.model.segment import Segment
+from support.far_kv import copy_of, far_kv, late_attention
 
 LAYERS, KV_HEADS, ROWS = 2, 2, 160
 

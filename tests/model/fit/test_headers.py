@@ -13,9 +13,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from kvboost.errors import ModelError, ModelNotFoundError
-from kvboost.model.caches import observe
+from kvboost.model.execution.caches import observe
 from kvboost.model.fit.headers import _type_of_gguf, read_header
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 
 def write_folder(
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         read_header(tmp_path)
     with pytest.raises(ModelNotFoundError, match="there is no model folder"):
         read_header("./not-here")
-    monkeypatch.setattr("kvboost.model.hub.why_unreachable", lambda: "no network")
+    monkeypatch.setattr("kvboost.model.loading.hub.why_unreachable", lambda: "no network")
     with pytest.raises(ModelNotFoundError, match=r"the hub does not answer \(no network\)"):
         read_header("some/model")
 

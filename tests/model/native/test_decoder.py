@@ -14,13 +14,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kernel_forms import CPU, close, each_dtype
-from kvboost.model.fast_layers import can_pack, pack_layers
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.fast_layers import can_pack, pack_layers
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.native import decoder
 from kvboost.model.native.decoder import MOST_NARROW_ROWS, MOST_ROWS, restore_forward
-from kvboost.model.segment import Hook, Segment
+from support.kernel_forms import CPU, close, each_dtype
 
 SIZES = {
     "vocab_size": 128,

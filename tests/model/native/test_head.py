@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from kvboost.model import native
-from kvboost.model.fast_layers import pack_layers
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.fast_layers import pack_layers
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native import head
 from kvboost.model.native.head import MOST_ROWS, Head, install_head, multiply_plain
-from kvboost.model.segment import Segment
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
     not native.is_available(torch.float32), reason=f"{native.why_not(torch.float32)}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_forms import CPU, close, each_dtype
-from kvboost.model import attention
-from kvboost.model.attention import Batch, attend
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution import attention
+from kvboost.model.execution.attention import Batch, attend
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.segment import Segment
+from support.kernel_forms import CPU, close, each_dtype
 
 LAYERS, KV_HEADS = 2, 2
 

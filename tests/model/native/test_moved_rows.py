@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_forms import CPU, close, each_dtype
-from kvboost.model.kv import RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import rows_first
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows, move_keys
-from kvboost.model.segment import rows_first
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
+from support.kernel_forms import CPU, close, each_dtype
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

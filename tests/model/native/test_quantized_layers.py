@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kernel_forms import each_dtype
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native.adapters import ChangeTables
 from kvboost.model.native.decoder import (
     MOST_NARROW_ROWS,
@@ -21,7 +21,7 @@ from kvboost.model.native.decoder import (
 )
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.weight import QuantizedWeight
-from kvboost.model.segment import Segment
+from support.kernel_forms import each_dtype
 
 ROWS = MOST_NARROW_ROWS + 8
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.segment import Hook, Segment
-from paged_engines import TWO_LAYERS, paged_engine
-from tiny import DEVICE
+from support.paged_engines import TWO_LAYERS, paged_engine
+from support.tiny import DEVICE
 
 NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "gpt_oss", "cohere", "gpt2"]
 """Grouped heads, soft caps, windows, layers of two kinds, sinks, pairs of neighbours, no

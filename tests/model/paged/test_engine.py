@@ -15,9 +15,9 @@ from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
 from kvboost.reuse.paged.forwards import SegmentForwards
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
-from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
-from replay_again import ReplayAgain
-from tiny import DEVICE, make_engine, tiny_model
+from support.paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE, make_engine, tiny_model
 
 TEXT = "A request has pages of one slab, and a table says which. "
 PASSAGES = [

@@ -8,8 +8,9 @@ import warnings
 import pytest
 import torch
 
-from kvboost.model.attention import Batch
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged import batch as paged_batch
 from kvboost.model.paged import long_rows
 from kvboost.model.paged.batch import PagedBatch
@@ -18,9 +19,8 @@ from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import FLASH, LongKernel, Part, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.segment import Segment
-from paged_engines import TWO_LAYERS, forward_of, paged_engine
-from tiny import DEVICE
+from support.paged_engines import TWO_LAYERS, forward_of, paged_engine
+from support.tiny import DEVICE
 
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
 

@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
+from kvboost.model.execution.sampling import Sampler
 from kvboost.model.paged.sampling import DeviceSampling, Kind, RowSampler, uniform
-from kvboost.model.sampling import Sampler
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 VOCAB = 400
 PROMPT = [3, 7, 7, 11]

@@ -8,15 +8,15 @@ from transformers import GenerationConfig
 
 from kvboost import KVBoost
 from kvboost.config import SamplingParams
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.paged.slab import SCRATCH, Slab
 from kvboost.model.paged.steps import Steps, bucket_of
-from kvboost.model.segment import Segment
-from paged_engines import paged_engine
-from replay_again import ReplayAgain
+from support.paged_engines import paged_engine
+from support.replay_again import ReplayAgain
 
 GREEDY = SamplingParams()
 

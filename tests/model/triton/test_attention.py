@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-import torch_kernels
 from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton import rows
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import Ints, Tile, TiledRows, pick_parts
-from paged_kv import (
+from support import torch_kernels
+from support.paged_kv import (
     attention,
     each_dtype,
     make_pages,
@@ -26,7 +26,7 @@ from paged_kv import (
     scattered,
     tile_for,
 )
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SCALE = 0.2
 

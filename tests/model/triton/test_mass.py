@@ -7,7 +7,7 @@ import torch
 
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.rows import TiledRows
-from paged_kv import (
+from support.paged_kv import (
     attention_weights,
     dense,
     each_dtype,
@@ -17,7 +17,7 @@ from paged_kv import (
     scattered,
     tile_for,
 )
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SCALE = 0.2
 

@@ -9,8 +9,8 @@ import torch
 from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.reuse.rope import Rotation
-from paged_kv import dense, each_dtype, make_pages, make_tables, random
-from tiny import DEVICE
+from support.paged_kv import dense, each_dtype, make_pages, make_tables, random
+from support.tiny import DEVICE
 
 LAYERS, KV_HEADS, PAGE = 3, 2, 16
 

@@ -11,8 +11,8 @@ from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import TiledRows
 from kvboost.model.triton.warm import warm_up
-from paged_kv import make_pages, make_tables, random, scattered
-from tiny import DEVICE
+from support.paged_kv import make_pages, make_tables, random, scattered
+from support.tiny import DEVICE
 
 KERNELS: list[Any] = [
     attention._attend_kernel,

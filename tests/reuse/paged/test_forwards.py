@@ -8,19 +8,19 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.model import triton
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
-from paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
-from replay_again import ReplayAgain
-from tiny import DEVICE
+from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)

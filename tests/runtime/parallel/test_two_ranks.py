@@ -13,14 +13,14 @@ import torch
 from kvboost import KVBoost
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
-from split_models import save_model, split_engine, whole_engine
-from tiny import DEVICE
+from support.split_models import save_model, split_engine, whole_engine
+from support.tiny import DEVICE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvboost import KVBoost
-    from kvboost.model.load import LoadedModel
+    from kvboost.model.loading.load import LoadedModel
 
 CALIBRATION_TOKENS = 256
 
@@ -157,17 +157,15 @@ class Benchmark:
         *,
         plot: Path | None = None,
         output: Path | None = None,
-        history: Path | None = None,
     ) -> dict[str, Any]:
         """Runs the benchmark and shows what it found; returns its record, which is also written
-        to ``output`` and added to ``history``."""
+        to ``output``."""
         from kvboost.bench.kit.figures import check_plot, save
-        from kvboost.bench.kit.record import append, record
+        from kvboost.bench.kit.record import record
 
         if plot is not None:
             check_plot(plot)
-        for name, path in (("output", output), ("history", history)):
-            check_folder(path, name)
+        check_folder(output, "output")
         bench = Bench(console, settings)
         report = self.load().run(settings, bench)
         for part in report.shown:
@@ -184,8 +182,6 @@ class Benchmark:
         )
         if output is not None:
             output.write_text(json.dumps(made, indent=2) + "\n")
-        if history is not None:
-            append(history, made)
         return made
 
 
@@ -220,7 +216,7 @@ class Bench:
         """The model of the settings, for several engines."""
         from kvboost import KVBoost
         from kvboost.config import EngineConfig
-        from kvboost.model.load import load
+        from kvboost.model.loading.load import load
 
         asked = cast(ModelSettings, self.settings)
         loaded = load(asked.model, device=asked.device, dtype=asked.dtype)

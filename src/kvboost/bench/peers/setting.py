@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from kvboost import pull_model
-from kvboost.model.device import pick_dtype
+from kvboost.model.loading.device import pick_dtype
 
 CPU_CACHE, GPU_CACHE = 2 * 1024**3, 16 * 1024**3
 

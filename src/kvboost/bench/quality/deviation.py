@@ -47,7 +47,7 @@ from kvboost.bench.quality.summary import (
 from kvboost.bench.quality.tasks import Asking, choose
 from kvboost.bench.texts.questions import Question, make_questions
 from kvboost.config import CHUNKING, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
-from kvboost.model.load import LoadedModel, load
+from kvboost.model.loading.load import LoadedModel, load
 from kvboost.progress import Progress
 
 DECODING = 20

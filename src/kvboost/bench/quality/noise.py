@@ -8,7 +8,7 @@ from kvboost import GenerationMode, KVBoost
 from kvboost.bench.quality.asked import MOST_BYTES, Asked, Comparison
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, QUESTIONS, Row
 from kvboost.config import EngineConfig
-from kvboost.model.load import LoadedModel
+from kvboost.model.loading.load import LoadedModel
 
 WHOLE, SLICED = 1 << 20, 192
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.segment import Hook
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift

@@ -18,7 +18,7 @@ from kvboost.integrations.vllm import paged
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
-from kvboost.model.segment import Hook as LayerHook
+from kvboost.model.execution.segment import Hook as LayerHook
 from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import MovedText, Probe

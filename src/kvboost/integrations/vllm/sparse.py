@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.segment import Hook as LayerHook
+from kvboost.model.execution.segment import Hook as LayerHook
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repai
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
-from kvboost.model.fingerprint import fingerprint
-from kvboost.model.host_memory import host_memory
+from kvboost.model.execution.host_memory import host_memory
+from kvboost.model.loading.fingerprint import fingerprint
 from kvboost.model.triton.host import one_thread, send, to_device
 from kvboost.reuse.rope import Rotation
 

@@ -29,7 +29,7 @@ from kvboost.errors import AdapterNotFoundError
 from kvboost.model.adapters.config import CONFIG, LoraConfig
 from kvboost.model.adapters.patterns import LONGEST_MODULE
 from kvboost.model.adapters.reading import opened, parse, read, refuse, shown
-from kvboost.model.machine import available_bytes
+from kvboost.model.loading.machine import available_bytes
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

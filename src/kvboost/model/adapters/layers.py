@@ -18,7 +18,7 @@ from torch import nn
 from kvboost.model.adapters.adapter import Adapter, Delta
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.reading import refuse
-from kvboost.model.segment import Segment
+from kvboost.model.execution.segment import Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

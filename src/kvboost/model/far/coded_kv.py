@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.codes import CodedMemory, CodedRows
 from kvboost.model.far.host_kv import MOST_ROWS
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.rows import FarAttention
-from kvboost.model.kv_shape import KVShape
 
 LEAST_NEAR_ROWS = 256
 """With fewer near rows, far rows would not be whole groups."""

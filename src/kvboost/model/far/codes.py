@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 
 from kvboost.errors import KVBoostError
+from kvboost.model.execution.host_memory import host_memory
+from kvboost.model.execution.kv import Prefix
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.memory import wait_for
 from kvboost.model.far.rows import FarAttention, FarRows
-from kvboost.model.host_memory import host_memory
-from kvboost.model.kv import Prefix
-from kvboost.model.kv_shape import KVShape
 
 BLOCK = 1024
 """Rows whose codes are next to each other in memory."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.partial_attention import Part, attend_part
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.kernels import Kernels, PartPlan
-from kvboost.model.partial_attention import Part, attend_part
 
 PIECES_PER_THREAD = 4
 LEAST_PIECE, GRID = 512, 64

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from kvboost.model.execution.kv import RequestKV, SharedRows
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.memory import FarMemory, copy_rows
 from kvboost.model.far.rows import FarAttention, FarRows
-from kvboost.model.kv import RequestKV, SharedRows
-from kvboost.model.kv_shape import KVShape
 
 GRID = 64
 """Rows become far in multiples of this."""

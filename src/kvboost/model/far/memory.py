@@ -14,8 +14,8 @@ import torch
 
 from kvboost.config import format_bytes
 from kvboost.errors import CacheFolderError
-from kvboost.model.host_memory import host_memory
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.host_memory import host_memory
+from kvboost.model.execution.kv_shape import KVShape
 
 
 class FarMemory:

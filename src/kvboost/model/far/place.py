@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.coded_kv import LEAST_NEAR_ROWS, CodedKV
 from kvboost.model.far.codes import BLOCK, CodedMemory, CodeLayout, RowCodec, coded_bytes
 from kvboost.model.far.costs import FarCosts
@@ -17,7 +18,6 @@ from kvboost.model.far.memory import FarMemory, FileMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import SLOTS, CudaTransfers, Slots
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv_shape import KVShape
 
 LEAST_SLOT_ROWS = 16
 SLOT_BYTES = 128 * 1024**2

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from kvboost.model.kv import SharedRows
-from kvboost.model.partial_attention import Part
+from kvboost.model.execution.kv import SharedRows
+from kvboost.model.execution.partial_attention import Part
 
 
 class FarAttention(Protocol):

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
+from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.slot_events import SlotEvents
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.memory import copy_rows
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv_shape import KVShape
-from kvboost.model.slot_events import SlotEvents
 
 SLOTS = 2
 

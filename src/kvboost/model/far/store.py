@@ -10,12 +10,12 @@ from itertools import count
 
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError, KVTooLargeError
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.codes import CodedMemory
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import FarMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.rows import FarAttention
-from kvboost.model.kv_shape import KVShape
 
 
 class FarStore:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
+from kvboost.model.execution.partial_attention import Part, merge_parts
+from kvboost.model.execution.shared_attention import attend_dense
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
 from kvboost.model.far.slots import Slots
-from kvboost.model.partial_attention import Part, merge_parts
-from kvboost.model.shared_attention import attend_dense
 from kvboost.model.triton.host import send
 
 MOST_HOST_QUERIES = 16

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from kvboost.config import home
-from kvboost.model.machine import bus_bandwidth, copy_bandwidth, memory_bytes
+from kvboost.model.loading.machine import bus_bandwidth, copy_bandwidth, memory_bytes
 
 RAM_BYTES = 128 << 20
 DISK_BYTES = 32 << 20

@@ -9,10 +9,10 @@ import torch
 
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError
-from kvboost.model.device import pick_dtype
 from kvboost.model.fit.bandwidths import Bandwidths, bandwidths
 from kvboost.model.fit.headers import ModelHeader, StoredTensor
-from kvboost.model.machine import available_bytes, memory_bytes
+from kvboost.model.loading.device import pick_dtype
+from kvboost.model.loading.machine import available_bytes, memory_bytes
 from kvboost.model.streaming.plan import DeviceBudget, LayerPlan, ModelSizes, make_plan
 
 PACKED_BITS = 5 / 4.5

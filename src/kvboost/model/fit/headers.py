@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.errors import ModelError, ModelNotFoundError
-from kvboost.model import weights
-from kvboost.model.compat import ARCHITECTURES, what_is_reused
 from kvboost.model.fit.states import layers_with_rows, state_numbers
-from kvboost.model.gguf import GgufIndex, check_gguf
-from kvboost.model.unsupported import WHY_NOT
+from kvboost.model.loading import weights
+from kvboost.model.loading.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.loading.gguf import GgufIndex, check_gguf
+from kvboost.model.loading.unsupported import WHY_NOT
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 _HEADS = ("lm_head.weight", "output.weight")
@@ -203,7 +203,7 @@ def _from_hub(name: str) -> ModelHeader:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from kvboost.model.hub import why_unreachable
+    from kvboost.model.loading.hub import why_unreachable
 
     problem = why_unreachable()
     if problem is not None:

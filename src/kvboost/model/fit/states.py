@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from kvboost.model.compat import ARCHITECTURES
+from kvboost.model.loading.compat import ARCHITECTURES
 
 WITH_ROWS = ("full_attention", "sliding_attention", "hybrid")
 """Types of layers that have keys and values."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
-from kvboost.model.attention import Batch
+from kvboost.model.execution.attention import Batch
 from kvboost.model.native.adapters import ChangeTables, changes_of
 from kvboost.model.native.layers import Product, rounded_up
 from kvboost.model.native.quantized_product import QuantizedProduct

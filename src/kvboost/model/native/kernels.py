@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from kvboost.model import native
-from kvboost.model.kv import RequestKV, SharedRows
-from kvboost.model.kv_shape import AnyShape, KVShape, MixedShape
+from kvboost.model.execution.kv import RequestKV, SharedRows
+from kvboost.model.execution.kv_shape import AnyShape, KVShape, MixedShape
+from kvboost.model.execution.segment import Segment
 from kvboost.model.native.layers import BLOCK, scratch
-from kvboost.model.segment import Segment
 
 Ints = npt.NDArray[np.int32]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model import native
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.model.native.kernels import address_of, serves
 from kvboost.model.native.layers import scratch
 

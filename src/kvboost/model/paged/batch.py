@@ -10,11 +10,11 @@ from itertools import accumulate
 
 import torch
 
-from kvboost.model.attention import Batch, attend_segment
+from kvboost.model.execution.attention import Batch, attend_segment
+from kvboost.model.execution.partial_attention import count_sinks
+from kvboost.model.execution.segment import Segment, rows_first, split
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.partial_attention import count_sinks
-from kvboost.model.segment import Segment, rows_first, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
 from kvboost.model.triton.host import to_device

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvboost.model.execution.sampling import Picked
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.sampling import GREEDY, Kind
 from kvboost.model.paged.slab import SCRATCH
 from kvboost.model.paged.step_batch import StepBatch, StepGraphs, StepTables
-from kvboost.model.sampling import Picked
-from kvboost.model.segment import Segment
 from kvboost.model.triton.host import HostCopy, send_into
 
 SIZES = (8, 16, 32, 64, 96, 128)

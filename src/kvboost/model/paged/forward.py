@@ -11,15 +11,15 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.forward import Forward
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import TokenMask
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.layers import FusedLayers
 from kvboost.model.paged.sampling import TokenSampler
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.steps import StepResult, Steps
-from kvboost.model.sampling import TokenMask
-from kvboost.model.segment import Segment
 
 MOST_APART = 16
 """Segments that run by themselves in one step: from more on, packing them is faster. One is a graph

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.errors import KVTooLargeError
-from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.execution.kv import Prefix, RequestKV
 from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
 
 

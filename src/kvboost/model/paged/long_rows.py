@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-from kvboost.model.segment import round_up
+from kvboost.model.execution.segment import round_up
 
 log = logging.getLogger("kvboost")
 

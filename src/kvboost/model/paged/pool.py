@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvboost.model import triton
-from kvboost.model.kv import KVPool, Prefix, RequestKV, SharedRows
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import KVPool, Prefix, RequestKV, SharedRows
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV, SharedPages
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
 if TYPE_CHECKING:
-    from kvboost.model.forward import Forward
+    from kvboost.model.execution.forward import Forward
 
 SPARE_REQUESTS = 16
 """Requests beyond those of the batch that can have pages: those that run alone."""

@@ -1,6 +1,6 @@
-"""The next tokens of many requests at once, on the device: the rules of ``model/sampling.py`` in
-batched form. A request's options are in tables on the device, in the row that it has in the slab's
-table, so that a CUDA graph can read them.
+"""The next tokens of many requests at once, on the device: the rules of ``execution/sampling.py``
+in batched form. A request's options are in tables on the device, in the row that it has in the
+slab's table, so that a CUDA graph can read them.
 
 A random number is a hash of the request's seed and of the token's position: the same in any batch.
 """
@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
-from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, PickedSoon, chosen
+from kvboost.model.execution.sampling import LEAST_TEMPERATURE, Picked, PickedSoon, chosen
 from kvboost.model.triton.host import HostCopy, send, to_device
 
 MOST_LIKELY = 256
@@ -48,7 +48,7 @@ GREEDY = Kind()
 
 class TokenSampler(Protocol):
     """Picks the tokens of one request: a :class:`RowSampler` on a device, or ``Sampler`` of
-    ``model/sampling.py`` on the host."""
+    ``execution/sampling.py`` on the host."""
 
     def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
         """Picks the token at ``position``, after the token ``last``, given the model's logits

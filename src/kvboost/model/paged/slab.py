@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.triton.host import send_into
 
 PAGE = 64

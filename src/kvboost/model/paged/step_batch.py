@@ -6,13 +6,13 @@ from typing import Protocol
 
 import torch
 
-from kvboost.model.attention import Batch
+from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.sampling import DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside
 from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once

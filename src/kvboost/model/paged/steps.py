@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 
 from kvboost.model.adapters.adapter import AppliedAdapter
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.sampling import Picked
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER, AdapterSlots
 from kvboost.model.paged.draft_steps import DraftSteps, Launched
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import SCRATCH, Slab
 from kvboost.model.paged.step_batch import Beside, RunModel, StepGraphs, batch_of
-from kvboost.model.sampling import Picked
-from kvboost.model.segment import Segment
 from kvboost.model.triton.host import HostCopy, to_device
 
 StepResult = torch.Tensor | Picked | list[Picked]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvboost.errors import ModelError
-from kvboost.model.machine import release_freed_memory
+from kvboost.model.loading.machine import release_freed_memory
 from kvboost.model.native.quantized_product import WEIGHTS_AT_ONCE
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.cuda import TensorCoreProduct

@@ -12,7 +12,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
 from kvboost.errors import ModelError
-from kvboost.model.gguf import GgufIndex, GgufTensor
+from kvboost.model.loading.gguf import GgufIndex, GgufTensor
 from kvboost.model.quantized.blocks import (
     FLOATS,
     Bytes,

@@ -20,16 +20,16 @@ from transformers import (
 )
 
 from kvboost.errors import ModelError
-from kvboost.model.compat import ARCHITECTURES
-from kvboost.model.gguf import GgufIndex
-from kvboost.model.gguf_folder import CONFIG, described_folder
+from kvboost.model.loading.compat import ARCHITECTURES
+from kvboost.model.loading.gguf import GgufIndex
+from kvboost.model.loading.gguf_folder import CONFIG, described_folder
+from kvboost.model.loading.weights import quiet_transformers
 from kvboost.model.quantized.build import build
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.gguf_weights import GgufCheckpoint, can_place, why_not_packed
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.quantized.safetensors import METHODS, SafetensorsCheckpoint
 from kvboost.model.streaming.parking import Parking
-from kvboost.model.weights import quiet_transformers
 
 UNUSED_OPTIONS = ("device_map", "max_memory", "offload_folder", "quantization_config", "variant")
 """Options of transformers' loader that packed weights, which it does not load, cannot honour."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from kvboost.config import format_bytes, home
 from kvboost.errors import ModelError
-from kvboost.model.machine import available_bytes, memory_bytes
+from kvboost.model.loading.machine import available_bytes, memory_bytes
 from kvboost.model.streaming.slabs import SlabLayout
 from kvboost.model.streaming.tensors import move_tensors
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError, ModelError
-from kvboost.model.host_memory import host_memory
+from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
 from kvboost.model.streaming.layers import StreamedLayers, slot_of

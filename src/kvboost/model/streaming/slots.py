@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost.model.slot_events import SlotEvents
+from kvboost.model.execution.slot_events import SlotEvents
 
 
 class Copied(Protocol):

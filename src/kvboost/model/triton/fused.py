@@ -91,6 +91,7 @@ def _rotate_write_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    SECOND: tl.constexpr,
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -158,9 +159,9 @@ def _rotate_write_kernel(
             y = _normed(y, total, 2 * HALF, eps, y_weight, element).to(tl.float32)
         turn = row * cos_stride + pair
         x_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        y_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        y_cos = tl.load(cos + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
         x_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        y_sin = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        y_sin = tl.load(sin + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
         # As the model rounds: each product, then the sum.
         new_x = (x * x_cos).to(element).to(tl.float32) - (y * x_sin).to(element).to(tl.float32)
         new_y = (y * y_cos).to(element).to(tl.float32) + (x * y_sin).to(element).to(tl.float32)
@@ -242,10 +243,11 @@ def rotate_and_write(
     addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
-    as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``qkv`` is
-    contiguous ``[rows, (heads + 2 * kv_heads) * dim]``, and is rotated in place; returns its
-    queries, keys and values, ``[rows, heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms``
-    are the weights of norms of each query and key. ``addition``: what adapters add before."""
+    as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``cos_sin`` may
+    have the numbers of each pair once, ``[rows, dim / 2]``. ``qkv`` is contiguous ``[rows, (heads +
+    2 * kv_heads) * dim]``, and is rotated in place; returns its queries, keys and values, ``[rows,
+    heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms`` are the weights of norms of each
+    query and key. ``addition``: what adapters add before."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = cos_sin
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -259,6 +261,7 @@ def rotate_and_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
+        SECOND=cos.shape[1] - dim // 2,
         WIDE=triton.next_power_of_2(dim // 2),
         PAGE=page,
         ROWS=at_once,

@@ -15,7 +15,7 @@ from kvboost.model.vision.tower import VisionTower
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from kvboost.model.forward import Forward
+    from kvboost.model.execution.forward import Forward
 
 _TEMPLATE_FILE = "chat_template.json"
 """Where older models that see have their chat template. Tokenizers do not look there."""

@@ -14,7 +14,7 @@ import torch
 from kvboost.model.vision.reader import ImageReader, Pixels
 
 if TYPE_CHECKING:
-    from kvboost.model.forward import Forward
+    from kvboost.model.execution.forward import Forward
 
 KEPT_FEATURE_BYTES = 256 * 1024**2
 Awaited = Callable[[], bool] | None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from kvboost.model.kv import RequestKV
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.segment import Segment
 from kvboost.reuse.paged.graphs import FixedRows
 from kvboost.reuse.paged.kernels import GpuKernels
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from kvboost.model.execution.segment import Hook, Segment, rows_first
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
 from kvboost.model.paged.step_batch import RunModel
-from kvboost.model.segment import Hook, Segment, rows_first
 from kvboost.model.triton.write import write
 from kvboost.reuse.paged.graphs import (
     SIZES,

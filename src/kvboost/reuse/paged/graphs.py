@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from kvboost.model.execution.segment import Hook
 from kvboost.model.paged.graphs import Recorded
-from kvboost.model.segment import Hook
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of

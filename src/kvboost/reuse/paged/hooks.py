@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost.model.attention import StopForward
+from kvboost.model.execution.attention import StopForward
 
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
 """Kinds of captured forwards. One of rows has no hook; those of the others say their kind."""

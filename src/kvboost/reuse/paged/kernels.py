@@ -12,8 +12,8 @@ import torch
 
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
+from kvboost.model.execution.segment import Hook
 from kvboost.model.paged.slab import PAGE
-from kvboost.model.segment import Hook
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.host import HostCopy
 from kvboost.model.triton.pages import PagedLayers

@@ -9,8 +9,8 @@ import torch
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
+from kvboost.model.execution.segment import Hook
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.segment import Hook
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.stored import PageStore

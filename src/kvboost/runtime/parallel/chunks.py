@@ -12,8 +12,8 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, NewRows, Quantizer, join_heads
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.model.kv import KVPool, RequestKV
-from kvboost.model.kv_shape import KVShape
+from kvboost.model.execution.kv import KVPool, RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.reuse.assemble import KVRows, Packer
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.ranks import Handle, Ranks

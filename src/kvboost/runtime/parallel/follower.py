@@ -13,10 +13,10 @@ import torch
 
 from kvboost.cache.quantize import KVData, Quantizer
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.model.kv import RequestKV
-from kvboost.model.load import LoadedModel
-from kvboost.model.parallel import load_part
-from kvboost.model.segment import Hook, Segment
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
+from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.parallel import load_part
 from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import MixedRotation, Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvboost.model.segment import Hook
+from kvboost.model.execution.segment import Hook
 from kvboost.reuse.probe import AttentionMass, Deviation
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift

@@ -65,7 +65,7 @@ class Release(Message):
 
 @dataclass(frozen=True)
 class SegmentMessage:
-    """A :class:`kvboost.model.segment.Segment`."""
+    """A :class:`kvboost.model.execution.segment.Segment`."""
 
     kv: int
     token_ids: torch.Tensor

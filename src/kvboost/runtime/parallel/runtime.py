@@ -15,10 +15,10 @@ from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.open import Tiers
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
-from kvboost.model.kv import KVPool
-from kvboost.model.load import LoadedModel
-from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_heads
-from kvboost.model.segment import Segment
+from kvboost.model.execution.kv import KVPool
+from kvboost.model.execution.segment import Segment
+from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.rope import MixedRotation
 from kvboost.runtime.backend import MAX_IDLE, Backend

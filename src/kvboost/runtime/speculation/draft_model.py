@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.errors import ConfigError
-from kvboost.model import weights
-from kvboost.model.kv import RequestKV
-from kvboost.model.load import LoadedModel, load
-from kvboost.model.mixed_kv import make_kv
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.mixed_kv import make_kv
+from kvboost.model.execution.segment import Segment
+from kvboost.model.loading import weights
+from kvboost.model.loading.load import LoadedModel, load
 from kvboost.model.quantized.products import is_fast
-from kvboost.model.segment import Segment
 from kvboost.runtime.devices import device_of
 from kvboost.runtime.request import Request
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter

@@ -1,1 +1,0 @@
-"""Servers and caches under load."""

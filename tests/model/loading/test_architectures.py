@@ -1,0 +1,141 @@
+"""Exact means exact, for every architecture: random weights, fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvboost import GenerationMode, KVBoost, StockModel, UnsupportedModelError
+from kvboost.model.execution.attention import Segment
+from kvboost.reuse.plan import LEAST_TOKENS
+from support.families import HAS_LATENTS
+from support.tiny import (
+    ALL_MODELS,
+    DEVICE,
+    OTHER_MODELS,
+    SEEING,
+    any_model,
+    byte_tokenizer,
+    make_engine,
+    tiny_model,
+)
+
+NAMES = [*ALL_MODELS, *(name for name in SEEING if HAS_LATENTS or name != "kimi_k25")]
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_baseline_equals_stock_transformers(name, tiny_engine) -> None:
+    engine = tiny_engine(name)
+    stock = StockModel(any_model(name))
+    ids = random_ids(90, seed=1)
+    expected = stock.logits(ids)[-30:]
+    actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE).logits
+    assert torch.allclose(actual, expected, atol=1e-4 if DEVICE == "cpu" else 1e-3)
+    greedy = engine.generate(ids, 8, GenerationMode.BASELINE, ignore_eos=True).token_ids
+    assert greedy == stock.generate(ids, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny_engine) -> None:
+    engine = tiny_engine(name)
+
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        salt = str(data.draw(st.integers(0, 2**32), label="conversation"))
+        prompt: list[int] = []
+        known = 0
+        for turn in range(3):
+            length = data.draw(st.integers(1, 45), label=f"length of turn {turn}")
+            prompt = prompt + random_ids(length, seed=length)
+            base = engine.generate(prompt, 3, GenerationMode.BASELINE, ignore_eos=True)
+            hit = engine.generate(
+                prompt, 3, GenerationMode.PREFIX_CACHE, ignore_eos=True, cache_salt=salt
+            )
+            assert hit.token_ids == base.token_ids
+            assert hit.exact_tokens >= (known if known >= LEAST_TOKENS else 0)
+            prompt = prompt + hit.token_ids
+            known = len(prompt) - 1  # the last token was never fed
+        scores = [
+            engine.score(prompt, base.token_ids, mode, cache_salt=salt).logits
+            for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
+        ]
+        assert torch.allclose(*scores, atol=1e-3, rtol=0)
+        engine.forget_salt(salt)
+
+    run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_correctness_is_truthy(name, tiny_engine) -> None:
+    report = tiny_engine(name).verify_correctness(max_new_tokens=2)
+    assert report, report.problems
+    assert report.reused_share > 0.5
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bloom", "mpt"}))
+def test_packed_segments_equal_one_by_one(name, tiny_engine) -> None:
+    """Several requests, with tails and gaps, in one row: each as if it were alone."""
+    engine = tiny_engine(name)
+    forward = engine._model.forward
+    prompts = [random_ids(length, seed=length) for length in (40, 7, 33)]
+    alone = []
+    packed = []
+    for ids in prompts:
+        with engine._runtime.pool.lend(64) as kv:
+            alone.append(forward([Segment(kv, torch.tensor(ids), range(len(ids)))]))
+    kvs = [type(kv)(forward.shape, 64) for _ in prompts]
+    # First pass: all but the last five tokens; second: a tail, a whole prompt, and a row with gaps.
+    forward([Segment(kvs[0], torch.tensor(prompts[0][:35]), range(35), 0)])
+    forward([Segment(kvs[2], torch.tensor(prompts[2]), range(33), 0)])
+    positions = torch.tensor([3, 10, 11, 30, 32])
+    packed = forward(
+        [
+            Segment(kvs[0], torch.tensor(prompts[0][35:]), range(35, 40)),
+            Segment(kvs[1], torch.tensor(prompts[1]), range(7)),
+            Segment(kvs[2], torch.tensor(prompts[2])[positions], positions),
+        ]
+    )
+    assert torch.allclose(packed, torch.cat(alone), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_MODELS))
+def test_models_without_rope_are_refused_with_the_reason(name) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"strict=False gives exact prefix") as error:
+        make_engine(tiny_model(name))
+    assert isinstance(error.value, ValueError)
+    scheme = "ALiBi" if name in ("bloom", "mpt") else "learned absolute"
+    assert scheme in str(error.value)
+
+
+def test_the_text_part_of_a_llama_4_is_loaded(tmp_path) -> None:
+    """Folders say ``llama4``, the model that transformers makes of them says ``llama4_text``."""
+    any_model("llama4").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
+        assert engine._model.support.model_type == "llama4_text"
+        expected = StockModel(any_model("llama4")).logits([5, 6, 7])[-1].argmax()
+        assert engine.generate([5, 6, 7], 1, ignore_eos=True).token_ids == [int(expected)]
+
+
+@pytest.mark.parametrize(("name", "flag"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_a_model_that_looks_ahead_is_refused(name, flag) -> None:
+    """EmbeddingGemma, for example."""
+    model = tiny_model(name, use_bidirectional_attention=flag)
+    with pytest.raises(UnsupportedModelError, match="is an encoder"):
+        make_engine(model, strict=False)
+
+
+def test_an_unknown_architecture_explains_itself_and_runs_when_not_strict() -> None:
+    model = tiny_model("llama")
+    model.config.model_type = "brand_new"
+    with pytest.raises(UnsupportedModelError, match="verify_correctness"):
+        make_engine(model)
+    assert make_engine(model, strict=False).verify_correctness(max_new_tokens=4)
