@@ -102,6 +102,7 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
+    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
     "healing": "What does healing cost the steps of an answer on a GPU?",
     "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",

@@ -50,6 +50,13 @@ def test_a_passage_needs_no_title(tmp_path, passage) -> None:
     assert question.passages == ("x",)
 
 
+def test_a_file_of_kvsharearena_is_read(tmp_path) -> None:
+    row = {"_id": "7", "context": "x y", "input": "Who?", "answers": ["Ada"], "chunks": ["x", "y"]}
+    assert read_questions(write(tmp_path, row)) == [Question("Who?", ("Ada",), ("x", "y"))]
+    with pytest.raises(ConfigError, match="'chunks' is "):
+        read_questions(write(tmp_path, {**row, "chunks": []}))
+
+
 def test_passages_of_a_file_come_once_each_with_a_title(tmp_path) -> None:
     other = {**ROW, "passages": [ROW["passages"][0], {"text": "Long.\nLonger."}]}
     assert read_passages(write(tmp_path, ROW, other)) == [

@@ -72,6 +72,12 @@ class Row:
     """Of the distributions without passages, over the same answer."""
     long: LongAnswer | None = None
     """None of a question."""
+    ttft_ms: float = 0.0
+    """Time until the answer's logits were there. This and the rest is 0 in older files."""
+    recomputed_layer_tokens: int = 0
+    """Of the passages; see ``PayloadCost``."""
+    dense_layer_tokens: int = 0
+    kv_bytes: int = 0
 
     @property
     def cell(self) -> tuple[str, str, str, float]:

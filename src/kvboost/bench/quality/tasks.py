@@ -55,8 +55,8 @@ class Asking:
     )
     datasets: tuple[str, ...] = option(
         (),
-        "JSON lines with question, answers and passages; made-up questions if not given. Not for "
-        "code and edit.",
+        "JSON lines with question, answers and passages, or a file of KVShareArena; made-up "
+        "questions if not given. Not for code and edit.",
         "dataset",
     )
     limit: int | None = option(

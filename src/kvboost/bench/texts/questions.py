@@ -94,6 +94,9 @@ def parse_json(line: bytes) -> Any:
 def _parse(line: bytes) -> Question:
     """Raises ``ValueError`` that says what is wrong with the line."""
     row = parse_json(line)
+    if isinstance(row, dict) and {"input", "chunks"} <= row.keys():  # as KVShareArena writes it
+        passages = [{"text": chunk} for chunk in _several(row, "chunks")]
+        row = {**row, "question": row["input"], "passages": passages}
     return Question(
         question=_text(_field(row, "question"), "question"),
         answers=tuple(_text(answer, "answers") for answer in _several(row, "answers")),
