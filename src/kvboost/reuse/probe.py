@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost.model.execution.partial_attention import sink_shares
-from kvboost.model.execution.segment import Hook, heads_first, is_beyond
+from kvboost.model.execution.segment import Hook, Rules, heads_first, is_beyond
 from kvboost.model.native.moved_rows import attention_mass
 
 _SCORES = 1 << 24  # attention weights held at a time: a long prompt has many
@@ -71,14 +71,8 @@ class AttentionMass(Hook):
     def mass(self) -> torch.Tensor:
         return torch.zeros(2, KINDS, self.start)
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        scale, window, _, sinks = rules
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start

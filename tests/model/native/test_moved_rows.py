@@ -8,7 +8,7 @@ import torch
 from kernel_forms import CPU, close, each_dtype
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.execution.segment import rows_first
+from kvboost.model.execution.segment import Rules, rows_first
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows, move_keys
 from kvboost.reuse.probe import AttentionMass, Bands
@@ -25,7 +25,7 @@ def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.T
     mass = AttentionMass(Bands(range(1), range(1, 3)), absent)
     mass.kv = kv
     for layer in range(3):
-        mass.on_query(layer, rows_first(query), 0.2, sinks=sinks if layer == 2 else None)
+        mass.on_query(layer, rows_first(query), Rules(0.2, sinks=sinks if layer == 2 else None))
     return mass.mass
 
 

@@ -35,7 +35,7 @@ class Recorder(Hook):
         if layer == self.layer:
             self.seen += [keys.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 20))]
 
-    def on_query(self, layer, query, scale, window=None, sinks=None) -> None:
+    def on_query(self, layer, query, rules) -> None:
         if layer == self.layer:
             self.seen += [query.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 60))]
 

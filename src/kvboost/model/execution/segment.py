@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -32,6 +32,17 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
     if isinstance(window, ChunkWindow):
         return keys < queries // window * window
     return keys <= queries - window
+
+
+class Rules(NamedTuple):
+    """How a layer attends, beside causality. A row sees the last ``window`` keys up to its own.
+    Scores pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score
+    of each head, whose value is zero."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,16 +74,9 @@ class Hook:
         """Called before the segment's fresh rows, ``[rows, kv_heads, dim]``, are written over what
         ``kv`` holds at their positions."""
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         """Called before attention of ``query``, ``[rows, heads, dim]``; the fresh rows are in
-        place. ``sinks``, ``[heads]``: one more score of each head, whose value is zero."""
+        place."""
 
 
 @dataclass
@@ -156,9 +160,15 @@ class Segment:
             return min(max(position - self.positions.start, 0), len(self))
         return int((self.positions < position).sum())
 
-    def hides(self, window: int | None) -> int | None:
-        """The window of a layer, if it hides any key from this segment."""
-        return window if window and self.end > window else None
+    def hides(self, window: int | None) -> bool:
+        """Whether the window of a layer hides any key from this segment."""
+        return bool(window) and self.end > window  # type: ignore[operator]
+
+    def narrow(self, rules: Rules) -> Rules:
+        """The rules of a layer without a window that hides nothing from this segment."""
+        if rules.window is None or self.hides(rules.window):
+            return rules
+        return rules._replace(window=None)
 
     @cached_property
     def corner(self) -> CausalBias | None:

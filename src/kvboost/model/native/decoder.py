@@ -14,6 +14,7 @@ from torch import nn
 from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.segment import Rules
 from kvboost.model.native.adapters import ChangeTables, changes_of
 from kvboost.model.native.layers import Product, rounded_up
 from kvboost.model.native.quantized_product import QuantizedProduct
@@ -116,7 +117,7 @@ class DecoderLayer:
         kv_heads = (fresh.shape[1] - self._heads) // 2
         query, keys, values = fresh.split((self._heads, kv_heads, kv_heads), dim=1)
         batch.write(self._layer.index, keys, values)
-        batch.show(self._layer.index, query, self._layer.scale)
+        batch.show(self._layer.index, query, Rules(self._layer.scale))
         self._library.kvboost_layer_end(layer, plan, given[0], *places, changed, threads)
         return out
 

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
-from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch, RowBatch
@@ -99,7 +99,7 @@ class FusedLayer:
         query, keys, values = rotate_and_write(
             qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
-        attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
+        attended = batch.attend_rows(number, query, Rules(attention.scaling), fresh=(keys, values))
         out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
         gated = gate(*self._product(2, normed, batch, self.gate_up))

@@ -17,16 +17,9 @@ EXPAND_BLOCK = 256
 
 @triton.jit
 def _shrink_kernel(
-    rows,
-    slots,
-    down,
-    sums,
-    width,
-    rank,
-    num_rows,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, slots, down, sums, width, rank, num_rows,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -46,20 +39,9 @@ def _shrink_kernel(
 
 @triton.jit
 def added_by_adapter(
-    sums,
-    row,
-    slot,
-    first,
-    up,
-    width,
-    channel,
-    inside,
-    rank,
-    split_stride,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+    sums, row, slot, first, up, width, channel, inside, rank, split_stride,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     """What the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its ranks."""
     split = tl.arange(0, PADDED)
     element = up.dtype.element_ty
@@ -81,18 +63,9 @@ def added_by_adapter(
 
 @triton.jit
 def _expand_kernel(
-    sums,
-    adapters,
-    up,
-    out,
-    width,
-    rank,
-    split_stride,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sums, adapters, up, out, width, rank, split_stride,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(adapters + row)
     if slot >= 0:

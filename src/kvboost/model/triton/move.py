@@ -186,28 +186,12 @@ def _mixed(new, at, mask, share):
     do_not_specialize_on_alignment=["sources", "items", "angles", "table"],
 )
 def _move_kernel(
-    like,
-    sources,
-    items,
-    angles,
-    rotations,
-    rotations_per_layer,
-    table,
-    addresses,
-    page_stride,
-    head_stride,
-    token_stride,
-    share,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    like, sources, items, angles, rotations, rotations_per_layer, table,
+    addresses, page_stride, head_stride, token_stride, share,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr,
+    WIDE_PAIRS: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     item = items + tl.program_id(0) * 4
     source = sources + tl.load(item) * 6

@@ -27,8 +27,6 @@ def warm_up(
     blocks: int,
     *,
     interleaved: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
 ) -> None:
     """Runs every kernel once, in all forms that requests need, over a few pages of its own with the
     shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head, ``blocks`` those of
@@ -57,24 +55,22 @@ def warm_up(
 
     tiles = tiles_of(like.dtype, dim)
     for rows in starmap(rows_of, product(tiles, (1, 2))):
-        attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
-        attention_mass(
-            query, pages, rows, 1.0, page, weights, window=window, soft_cap=soft_cap, absent=absent
-        )
+        attend(query, pages, rows, 1.0)
+        attention_mass(query, pages, rows, 1.0, page, weights, absent=absent)
     for parts in MORE_PARTS:
-        attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
+        attend(query, pages, rows_of(tiles[0], parts), 1.0)
     rows = rows_of(tiles[-1], 2)
     many = FEW_COMBINED // (tiles[-1].rows * kv_heads) + 1  # combined in another form than few
     rows = replace(rows, tiles=rows.tiles.repeat(many, 1))
-    attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
+    attend(query, pages, rows, 1.0)
 
     if (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
         for parts in (1, 2):
-            attend(query, pages, rows_of(tile, parts), 1.0, window=window, soft_cap=soft_cap)
+            attend(query, pages, rows_of(tile, parts), 1.0)
     if (tile := Tile.over(pages, LEAST_DENSE)).reads == "pages":
         for parts, requests in product((1, 2), (1, 2)):
             rows = rows_of(tile, parts, requests)
-            attend(query.expand(2, -1, -1), pages, rows, 1.0, window=window, soft_cap=soft_cap)
+            attend(query.expand(2, -1, -1), pages, rows, 1.0)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)

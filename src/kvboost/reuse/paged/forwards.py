@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvboost.model.execution.segment import Hook, Segment, rows_first
+from kvboost.model.execution.segment import Hook, Rules, Segment, rows_first
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
@@ -100,59 +100,24 @@ class CapturedBatch(RowBatch):
             self._hook.on_fresh(layer, keys, values)
         write(keys, values, super().pages(layer), self.targets)
 
-    def show(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if self._hook is not None:
-            self._hook.on_query(layer, rows_first(query), scale, window, sinks)
+            self._hook.on_query(layer, rows_first(query), rules)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        return self._attend(layer, rows_first(query), scale, window, softcap, sinks)[None]
+        return self._attention(layer, rows_first(query), rules)[None]
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         """Called by layers that have written the fresh rows to ``pages``."""
         if self._hook is not None and self._fresh is not None:
             keys, values = self._fresh.flatten(0, 1)[: len(self.slots)].chunk(2, -1)
             self._store(layer, keys, values)
-            self._hook.on_query(layer, query, scale, window, sinks)
-        return self._attend(layer, query, scale, window, softcap, sinks)
-
-    def _attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of all rows; that of padding is zero."""
-        return self._attention(layer, query, scale, window=window, soft_cap=softcap, sinks=sinks)
+            self._hook.on_query(layer, query, rules)
+        return self._attention(layer, query, rules)  # that of padding is zero
 
 
 class SegmentForwards:

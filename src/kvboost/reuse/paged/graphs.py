@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
@@ -324,26 +324,19 @@ class FixedMass(FixedHook[PagedMass]):
     def begin(self) -> None:
         self._mass.zero_()
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if (band := self._bands.number(layer)) is None:
             return
         self._mass[band] += mass.attention_mass(
             query[: len(self._rows.positions)],
             self._kernels.pages.caches[layer],
             self._rows,
-            scale,
+            rules.scale,
             len(self._absent),
             self._weights,
-            window=window,
+            window=rules.window,
             absent=self._absent,
-            sinks=sinks,
+            sinks=rules.sinks,
         )
         if layer == self._bands.last and self._ends:
             raise EnoughLayers
