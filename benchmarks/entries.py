@@ -113,4 +113,4 @@ SCRIPTS = {
     "verified": "Are verified answers those of a full prefill, and how long do they take?",
     "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
-"""What each script answers."""
+"""The question of each script."""

@@ -49,7 +49,7 @@ FILLED = 4096
 CHECKED = 2048
 """Rows of the comparison with all rows near."""
 ROUNDING = 0.1
-"""How far logits may be apart, relative to the largest: in bfloat16."""
+"""The largest distance of logits, relative to the largest logit: in bfloat16."""
 CHECKED_PROMPT = 6000
 """Tokens of the prompt that two engines answer."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}

@@ -18,8 +18,8 @@ ANSWER = 8
 
 
 def same_answers(model: Any, shape: KVShape, vocabulary: int, num_tokens: int) -> dict[str, int]:
-    """How many tokens two answers have in common at their beginning, the second one over rows of
-    the cache; how many tokens were cached for it; and how many requests had far rows."""
+    """The number of tokens that two answers have in common at their beginning, the second one over
+    rows of the cache; how many tokens were cached for it; and how many requests had far rows."""
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(vocabulary, (num_tokens,), generator=generator).tolist()
     near = max(LEAST_ROWS, num_tokens // 3) * shape.row_bytes

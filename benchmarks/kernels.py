@@ -1,4 +1,4 @@
-"""What our kernels gain over our own torch path on this machine, in one run.
+"""The gain of our kernels over our own torch path on this machine, in one run.
 
 Two processes take turns, one with our kernels and one with ``KVBOOST_NATIVE=0``: each round, both
 do the same work one after the other, so that a busy machine slows both. Three ratios of medians:

@@ -1,4 +1,4 @@
-"""How much repair the user's own prompts need."""
+"""Calibration: how much repair the user's own prompts need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Settings = tuple[float, float | None]
 
 
 class Engine(Protocol):
-    """What calibration needs of an engine: its public face."""
+    """The part of an engine that calibration uses: its public face."""
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool

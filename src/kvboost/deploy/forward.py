@@ -149,7 +149,7 @@ class Forward:
     def _no_answer(
         self, request: Forwarded, upstream: str, error: httpx.TransportError
     ) -> _NoAnswer | ApiError:
-        """What follows if the client has seen nothing of an answer that failed."""
+        """The next step if the client has seen nothing of an answer that failed."""
         if isinstance(error, httpx.ReadTimeout):
             return timed_out(self._state.options.timeout)
         self._state.metrics.retry(upstream, type(error).__name__)

@@ -38,7 +38,7 @@ class Bands:
 
 
 def row_weights(num_rows: int) -> torch.Tensor:
-    """How much each of a prompt's last rows counts for the sums of :class:`AttentionMass`,
+    """The weight of each of a prompt's last rows in the sums of :class:`AttentionMass`,
     ``[KINDS, num_rows]``: all rows alike, the last ``END_ROWS`` of them, the last one."""
     weights = torch.ones(KINDS, num_rows)
     weights[1, :-END_ROWS] = weights[2, :-1] = 0
@@ -119,9 +119,9 @@ class AttentionMass(Hook):
 
 
 class Deviation(Hook):
-    """How far the recomputed keys and values of rows, at ``positions`` on the host, are from the
-    cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and values
-    together."""
+    """The distance of the recomputed keys and values of rows, at ``positions`` on the host, from
+    the cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and
+    values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
         self.args = (layer, positions)

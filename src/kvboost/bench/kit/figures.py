@@ -28,7 +28,7 @@ GRID = "#DDDDDD"
 
 
 class Value(NamedTuple):
-    """What was measured, and from where to where."""
+    """A measured value, and its range."""
 
     middle: float
     low: float

@@ -72,11 +72,12 @@ class Summary:
     f1_at_least: float | None
     """Lower end of the one-sided 95 % interval of the mean paired difference."""
     answered: int
-    """How many questions full prefill answers."""
+    """The number of questions that full prefill answers."""
     answered_f1: float | None
     """On these questions."""
     gap_f1: float | None
-    """How much of the F1 that passages gain is kept: 0 as without passages, 1 as full prefill."""
+    """The share of the F1 gained by passages that is kept: 0 as without passages, 1 as full
+    prefill."""
     gap_kl: float | None
     """One minus the mean KL as a share of the mean KL without passages."""
     rank_agreement: float | None

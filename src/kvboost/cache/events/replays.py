@@ -55,7 +55,7 @@ class Replays:
         self._clients: dict[bytes, _Client] = {}
 
     def __len__(self) -> int:
-        """How many clients are being answered."""
+        """The number of clients that are being answered."""
         return len(self._clients)
 
     def keep(self, number: int, payload: bytes) -> None:

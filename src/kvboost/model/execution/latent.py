@@ -195,8 +195,8 @@ class LatentAttention:
         return _widened(keys, self._width), _widened(values, self._width)
 
     def _weights(self) -> torch.Tensor:
-        """What expands a latent to keys and values, ``[heads, plain + value, latent]``. The layer
-        has a plain weight, or is asked for the rows of one once."""
+        """The weights that expand a latent to keys and values, ``[heads, plain + value, latent]``.
+        The layer has a plain weight, or is asked for the rows of one once."""
         layer = self._module.kv_b_proj
         if type(layer) in _PLAIN and layer.weight.is_floating_point():
             weight = layer.weight
@@ -213,7 +213,8 @@ class LatentAttention:
         return delta.up.view(len(delta.up), self._heads, -1).transpose(0, 1)
 
     def _deltas(self, segments: Sequence[Segment]) -> Iterator[tuple[slice, Delta]]:
-        """What adapters change of the expansion, with the rows of the segments that have them."""
+        """The changes of the expansion by adapters, with the rows of the segments that have
+        them."""
         end = 0
         for segment in segments:
             first, end = end, end + len(segment)
@@ -223,7 +224,7 @@ class LatentAttention:
 
 
 def _unchanged(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a module calls in place of ``expand_kv``."""
+    """The function that a module calls in place of ``expand_kv``."""
     return keys, values
 
 

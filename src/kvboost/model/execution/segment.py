@@ -68,7 +68,7 @@ class Hook:
     kind: str | None = None
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None
-    """What another rank makes the same hook of, if it can."""
+    """The arguments of which another rank makes the same hook, if it can."""
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Called before the segment's fresh rows, ``[rows, kv_heads, dim]``, are written over what
@@ -155,7 +155,7 @@ class Segment:
         return () if self.images is None else self.images.ahead
 
     def num_before(self, position: int) -> int:
-        """How many of its rows are before ``position``."""
+        """The number of its rows before ``position``."""
         if isinstance(self.positions, range):
             return min(max(position - self.positions.start, 0), len(self))
         return int((self.positions < position).sum())
@@ -246,7 +246,7 @@ class Block:
 
 
 def grid_of(like: torch.Tensor) -> int:
-    """What numbers of rows and keys are rounded up to for tensors like this one."""
+    """The grid to which numbers of rows and keys are rounded up for tensors like this one."""
     return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
 
 

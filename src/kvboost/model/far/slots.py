@@ -18,7 +18,7 @@ SLOTS = 2
 
 
 class Transfers(Protocol):
-    """How rows get into slots. A slot is released at first, and then goes through load, wait and
+    """Fills slots with rows. A slot is released at first, and then goes through load, wait and
     release again and again."""
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -26,10 +26,10 @@ class Transfers(Protocol):
         was computed from it before is done."""
 
     def wait(self, slot: int) -> None:
-        """What is computed from now on reads what was loaded."""
+        """Computations from now on read what was loaded."""
 
     def release(self, slot: int) -> None:
-        """What has been started so far is all that reads the slot."""
+        """No computation that starts later reads the slot."""
 
 
 class CudaTransfers:
@@ -77,7 +77,7 @@ class Slots:
         self._num_layers = shape.num_layers
         self._transfers = transfers
         self._loading: deque[tuple[tuple[int, int, int, int], int, torch.Tensor]] = deque()
-        """What was asked for, in order: its key, its slot, and its place in it."""
+        """The parts asked for, in order: key, slot, and place in it."""
         self._free = deque(range(SLOTS))
         self._first = 0
         self._is_stale = False

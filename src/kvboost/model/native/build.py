@@ -80,7 +80,7 @@ class Form:
     folder: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    """What the processor must have."""
+    """The features that the processor must have."""
     own_signatures: Mapping[str, Sequence[type]] = field(default_factory=dict)
     """Functions that only this form has."""
 

@@ -21,12 +21,12 @@ from kvboost.model.native.quantized_product import QuantizedProduct
 
 AnyProduct = Product | QuantizedProduct
 Distance = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""How far a layer's output is from the expected one, given the rows before it."""
+"""A measure of how far a layer's output is from the expected one, given the rows before it."""
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""
 MOST_ROWS = 96
-"""How many rows our layers take at once in float32: as many as they multiply faster than torch
+"""The most rows that our layers take at once in float32: as many as they multiply faster than torch
 does. In bfloat16, and with quantised weights, they take any number."""
 NARROW, MOST_NARROW_ROWS = 576, 512
 """Layers of at most this width take more rows. torch multiplies them about a tenth faster, but its

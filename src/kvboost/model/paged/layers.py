@@ -31,8 +31,8 @@ from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 log = logging.getLogger("kvboost")
 
 ROUNDING = {torch.float32: 1e-3}
-"""How far our layer may be from the model's for the same rows (:func:`_distance`); elsewhere
-2**-3."""
+"""The largest distance of our layer from the model's for the same rows (:func:`_distance`);
+elsewhere 2**-3."""
 PROBED_ROWS = {"cpu": 20, "cuda": 640}
 """Rows of a prompt that show whether our layers do what the model's do."""
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

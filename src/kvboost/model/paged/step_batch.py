@@ -63,7 +63,7 @@ class Beside(Protocol):
 
 
 class StepTables(Protocol):
-    """What all steps over one slab use."""
+    """The parts that all steps over one slab share."""
 
     slab: Slab
     run_model: RunModel
@@ -147,7 +147,7 @@ class StepBatch(RowBatch):
             self.adapters[: len(rows)].copy_(adapters)
 
     def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> StepInputs:
-        """What the model runs, given the token ids and positions of the requests' own rows."""
+        """The inputs of the model, given the token ids and positions of the requests' own rows."""
         if self._beside is None:
             return ids, positions, None
         more, more_positions, slots = self._beside.inputs()

@@ -163,7 +163,7 @@ def _why_not_method(method: str | None) -> str | None:
 
 
 def method_in(config: Mapping[str, Any]) -> str | None:
-    """How the weights of a model with this config.json are quantised; None if they are not."""
+    """The quantisation of a model with this config.json; None if it has none."""
     settings = config.get("quantization_config")
     return None if settings is None else str(settings.get("quant_method"))
 

@@ -124,7 +124,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def measure(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelSizes:
-    """What a model takes on the device. It is on the host now, in the form that it has there."""
+    """The memory that a model takes on the device. It is on the host now, in the form that it has
+    there."""
     sizes = tuple(map(layer_bytes, layers))
     embedding = host_embedding(model)
     config = model.config.get_text_config()

@@ -30,7 +30,7 @@ class Slots(Protocol):
         """The end of the copy that was asked for last."""
 
     def wait(self, slot: int) -> None:
-        """What is computed from now on finds the slot filled."""
+        """Computations from now on find the slot filled."""
 
     def release(self, slot: int) -> None:
         """The slot is free once all that was asked for so far has been computed."""

@@ -1,4 +1,5 @@
-"""What adapters add to a product, for rows that each have an adapter of their own or none."""
+"""The kernels that add adapters to a product, for rows that each have an adapter of their own or
+none."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def added_by_adapter(
     sums, row, slot, first, up, width, channel, inside, rank, split_stride,
     SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """What the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its ranks."""
+    """The sum that the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its
+    ranks."""
     split = tl.arange(0, PADDED)
     element = up.dtype.element_ty
     total = tl.zeros_like(channel).to(tl.float32)
@@ -82,10 +84,10 @@ def _expand_kernel(
 
 @dataclass(frozen=True)
 class Addition:
-    """What adapters add to a product, before the kernel that reads it adds it up."""
+    """The sum that adapters add to a product, before the kernel that reads it adds it up."""
 
     sums: torch.Tensor
-    """What ``shrink`` gave."""
+    """The result of ``shrink``."""
     slots: torch.Tensor
     up: torch.Tensor
 

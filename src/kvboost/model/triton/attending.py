@@ -1,4 +1,4 @@
-"""How a tile of rows attends to tiles of keys: in pages, row by row or a page at a time, or in one
+"""Attention of a tile of rows to tiles of keys: in pages, row by row or a page at a time, or in one
 piece. Results so far come in, and go out with these keys added to them."""
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> N
 
 
 def _whole(pages: torch.Tensor, rows: TiledRows) -> TensorDescriptor | None:
-    """What loads the keys or the values of a page; None if ``rows`` do not read whole pages."""
+    """The descriptor that loads the keys or the values of a page; None if ``rows`` do not read
+    whole pages."""
     if rows.tile.reads != "pages":
         return None
     _, page, dim = check_pages(pages)

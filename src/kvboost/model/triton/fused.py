@@ -1,5 +1,6 @@
-"""What a decoder layer does between its products, one kernel each: norms with the sum before them,
-rotation with the writing of fresh rows, and gates. They round where the model's own modules do."""
+"""The work of a decoder layer between its products, one kernel each: norms with the sum before
+them, rotation with the writing of fresh rows, and gates. They round where the model's own modules
+do."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def attention_mass(
     absent: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys: after
+    """The attention of the ``rows`` of one request to each of its first ``num_keys`` keys: after
     softmax, averaged over heads, summed over rows by each of several ``weights``, float32
     ``[kinds, rows]``. The result is float32 ``[kinds, num_keys]``. The options are those of
     ``attend``, and ``absent`` is ``[keys]``."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Pixels = dict[str, torch.Tensor]
-"""What a vision tower takes, by the names of its arguments."""
+"""The inputs of a vision tower, by the names of its arguments."""
 
 DECODERS = 2
 """Images that are decoded at once: each takes ten bytes for a pixel meanwhile."""
@@ -113,7 +113,7 @@ class ImageReader:
                 self._text_size -= len(old.text)
 
     def kept_pixels(self, digest: bytes) -> Pixels | None:
-        """What the vision tower takes of an image, if that was made a short while ago."""
+        """The vision tower's input for an image, if it was made a short while ago."""
         with self._lock:
             if digest in self._pixels:
                 self._pixels.move_to_end(digest)
@@ -135,7 +135,7 @@ class ImageReader:
     def _process(
         self, data: bytes, limits: ImageLimits
     ) -> tuple[Pixels, str, tuple[int, int] | None]:
-        """What the tower takes, the text of the image, and its grid."""
+        """The tower's input, the text of the image, and its grid."""
         with self._decoders:
             return self._decode(data, limits)
 

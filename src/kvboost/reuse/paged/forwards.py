@@ -140,7 +140,7 @@ class SegmentForwards:
         self._sizes = SIZES
         self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
         self._missing: Counter[tuple[str, int]] = Counter()
-        """How often rows would have run in a forward of this kind and size."""
+        """The number of times rows would have run in a forward of this kind and size."""
         self._refused: dict[str, str] = {}
 
     @property
@@ -277,7 +277,7 @@ class SegmentForwards:
 
 
 def _kind(segment: Segment) -> str | None:
-    """What kind of forward a segment is; None if it is another."""
+    """The kind of forward that a segment is; None if it is another."""
     rows = ROWS if segment.num_logits <= 1 else SCORED
     kind = rows if segment.hook is None else segment.hook.kind
     if segment.absent is not None and kind not in (PROBES, ANSWERED):

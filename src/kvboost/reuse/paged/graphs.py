@@ -145,7 +145,7 @@ class CapturedForward(Generic[H]):
 
         self._replay = capture(forward)
         self.result: Any = None
-        """What the model gave; it changes with the next run."""
+        """The model's result; it changes with the next run."""
 
     def has_room(self, num_rows: int) -> bool:
         return self._rows.has_room(num_rows)
@@ -216,9 +216,9 @@ class FixedRows:
 
 
 class FixedTiles:
-    """What programs compute, if tiles have fixed places and their keys differ between requests:
-    ``tiles`` are where they start and what they have room for, in rows times the ``group`` of heads
-    that share a KV head."""
+    """The tiles of a captured forward. They have fixed places and their keys differ between
+    requests: ``tiles`` are where they start and what they have room for, in rows times the
+    ``group`` of heads that share a KV head."""
 
     def __init__(
         self, tiles: Sequence[tuple[int, int]], tile: Tile, group: int, pages: KVPages
@@ -298,7 +298,7 @@ class FixedShift(FixedHook[PagedShift | None]):
 
 
 class FixedMass(FixedHook[PagedMass]):
-    """What ``rows``, the last ones of any prompt, attend to. Nothing in the forward sees rows that
+    """The attention of ``rows``, the last ones of any prompt. Nothing in the forward sees rows that
     are absent: they are not computed yet. ``ends``: whether it ends in the last layer that is
     observed."""
 

@@ -1,4 +1,4 @@
-"""What serves the layers of a forward over pages, and which forwards are captured."""
+"""The attention of a forward over pages, and the kinds of captured forwards."""
 
 from __future__ import annotations
 

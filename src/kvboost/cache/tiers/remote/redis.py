@@ -59,7 +59,7 @@ _MOST_FOUND = 256
 _MOST_HEADER_BYTES = 2 << 20  # of all that are found: each is read while a request waits
 
 MARK_BYTES = 320
-"""What a mark counts with: more than the server needs for it."""
+"""The bytes that a mark counts with: more than the server needs for it."""
 
 _SHA = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 _NAMES = (_ACCOUNTS, _USED, _CHUNK, _PART, _MARK)
