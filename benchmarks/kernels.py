@@ -135,11 +135,7 @@ def work(options: argparse.Namespace) -> None:
 
     def decode() -> float:
         result = engine.generate(
-            prompt_of(text),
-            STEPS + 1,
-            GenerationMode.PREFIX_CACHE,
-            ignore_eos=True,
-            keep=False,
+            prompt_of(text), STEPS + 1, GenerationMode.PREFIX_CACHE, ignore_eos=True, keep=False
         )
         return result.timings.decode_ms / 1e3 / STEPS
 

@@ -314,9 +314,7 @@ class Clients:
             json.dumps(request.body | {"response_format": held, "text": {"format": held}}),
         ]
         response = await self._client.post(
-            request.path,
-            content=rng.choice(contents),
-            headers={"content-type": "application/json"},
+            request.path, content=rng.choice(contents), headers={"content-type": "application/json"}
         )
         code = response.status_code
         self._seen.expect(code == 400, f"{request.kind}, wrong: {code}: {response.text[:200]}")

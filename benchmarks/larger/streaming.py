@@ -86,11 +86,7 @@ def measure(
 
 
 def make_engine(
-    shape: str,
-    device: torch.device,
-    device_memory: int,
-    requests: int,
-    say: Callable[[str], None],
+    shape: str, device: torch.device, device_memory: int, requests: int, say: Callable[[str], None]
 ) -> KVBoost:
     """An engine over random weights, of 4 bits where there is a GPU."""
     on_gpu = device.type == "cuda"

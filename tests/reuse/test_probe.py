@@ -20,8 +20,7 @@ def filled_kv() -> RequestKV:
 
 
 @pytest.mark.parametrize(
-    ("window", "sinks"),
-    [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])],
+    ("window", "sinks"), [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])]
 )
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
 def test_attention_mass_is_the_weight_each_row_receives(

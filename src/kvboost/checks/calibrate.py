@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvboost.config import (
-    MOST_RECOMPUTED,
-    WITHOUT_RATIO,
-    GenerationMode,
-    RepairParams,
-    at_least,
-)
+from kvboost.config import MOST_RECOMPUTED, WITHOUT_RATIO, GenerationMode, RepairParams, at_least
 from kvboost.errors import ConfigError, PromptError
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -53,11 +47,7 @@ class Engine(Protocol):
 
 
 def calibrate(
-    engine: Engine,
-    samples: Sequence[Prompt],
-    max_kl: float,
-    repair: RepairParams,
-    salt: str = "",
+    engine: Engine, samples: Sequence[Prompt], max_kl: float, repair: RepairParams, salt: str = ""
 ) -> Calibration:
     """Tries settings that repair more and more until the mean KL of the samples' answers is within
     ``max_kl``: tolerances if ``repair`` takes rounds, and ratios."""

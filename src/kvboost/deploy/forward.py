@@ -165,11 +165,7 @@ class Forward:
             flight.found(exact)
 
     async def _pass_on(
-        self,
-        upstream: str,
-        response: httpx.Response,
-        pieces: AsyncIterator[bytes],
-        answer: Answer,
+        self, upstream: str, response: httpx.Response, pieces: AsyncIterator[bytes], answer: Answer
     ) -> None:
         """Sends the answer, whose body is ``pieces``. The head goes with the first piece: until
         then, another upstream can answer. If the answer gives its length, the last piece goes with

@@ -33,12 +33,7 @@ def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.T
 @pytest.mark.parametrize(("start", "rows"), [(1, 1), (5, 3), (64, 64), (515, 37), (1000, 130)])
 @pytest.mark.parametrize(("dim", "heads"), [(64, 9), (128, 3), (32, 24)])
 def test_the_mass_equals_torchs(
-    dtype: torch.dtype,
-    start: int,
-    rows: int,
-    dim: int,
-    heads: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, start: int, rows: int, dim: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(start)
     kv = RequestKV(KVShape(3, 3, dim, dtype, CPU), start + rows)

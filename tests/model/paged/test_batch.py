@@ -62,10 +62,7 @@ def run_all(engine: KVBoost, paged: bool) -> list[torch.Tensor]:
     ids = [random_ids(70, seed) for seed in range(3)]
     found = [
         forward(
-            [
-                Segment(first, ids[0][:60], range(60), 3),
-                Segment(second, ids[1][:33], range(33), 1),
-            ]
+            [Segment(first, ids[0][:60], range(60), 3), Segment(second, ids[1][:33], range(33), 1)]
         )
     ]
     forward([Segment(third, ids[2], range(70), 0)])

@@ -17,15 +17,7 @@ from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton import rows
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import Ints, Tile, TiledRows, pick_parts
-from paged_kv import (
-    attention,
-    each_dtype,
-    make_pages,
-    make_tables,
-    random,
-    scattered,
-    tile_for,
-)
+from paged_kv import attention, each_dtype, make_pages, make_tables, random, scattered, tile_for
 from tiny import DEVICE
 
 SCALE = 0.2
@@ -193,9 +185,7 @@ def test_windows_caps_and_absent_rows(parts: int) -> None:
     assert close(given, attention(query, pages.nan_to_num(), positions, tables, SCALE, absent)[0])
 
 
-def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(monkeypatch: MonkeyPatch) -> None:
     """Hidden keys weigh exactly zero. If only a subtraction of scores made them so, a compiler that
     fuses it with the product before would leave the rounding error of a huge number."""
     parts = []

@@ -203,12 +203,7 @@ class Comparison:
         ]
 
     def _load(
-        self,
-        name: str,
-        there: Running,
-        clients: Clients,
-        traffic: Sequence[Workload],
-        step: Step,
+        self, name: str, there: Running, clients: Clients, traffic: Sequence[Workload], step: Step
     ) -> None:
         """All workloads of one round on one server."""
         self.started_s[name] = there.started_s

@@ -40,10 +40,7 @@ class Replays:
     or take nothing."""
 
     def __init__(
-        self,
-        router: zmq.Socket[bytes],
-        topic: bytes,
-        clock: Callable[[], float] = time.monotonic,
+        self, router: zmq.Socket[bytes], topic: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._router = router
         self._topic = topic

@@ -301,10 +301,7 @@ class DiskTier:
                         self._faults["leftover"] += 1
 
     def _look_into(
-        self,
-        entry: os.DirEntry[str],
-        added: list[tuple[int, ChunkInfo]],
-        gone: list[ChunkKey],
+        self, entry: os.DirEntry[str], added: list[tuple[int, ChunkInfo]], gone: list[ChunkKey]
     ) -> None:
         """Looks at one of the folders."""
         shard = self._contents.shards[entry.name]

@@ -150,11 +150,7 @@ class SparseForward:
         return graphs
 
     def _metadata(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        table: torch.Tensor,
+        self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
     ) -> dict[str, Any]:
         """Every run of neighbouring rows as a request of its own, as vLLM's backend wants it."""
         device = self._pages.device

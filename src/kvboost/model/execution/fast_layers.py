@@ -24,14 +24,7 @@ from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.native.adapters import ChangeTables
 from kvboost.model.native.decoder import KINDS, AnyProduct, DecoderLayer
-from kvboost.model.native.layers import (
-    BLOCK,
-    Product,
-    can_halve,
-    can_multiply,
-    can_norm,
-    rms_norm,
-)
+from kvboost.model.native.layers import BLOCK, Product, can_halve, can_multiply, can_norm, rms_norm
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.products import joint_product

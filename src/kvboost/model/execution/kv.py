@@ -246,10 +246,7 @@ class RequestKV:
                 [theirs[layer].narrow(2, start, shared), own[layer][:, :, : end - start - shared]],
                 2,
             )
-            for theirs, own in (
-                (self.base.keys, self._keys),
-                (self.base.values, self._values),
-            )
+            for theirs, own in ((self.base.keys, self._keys), (self.base.values, self._values))
         )
 
 

@@ -35,9 +35,9 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
 
 
 class Rules(NamedTuple):
-    """How a layer attends, beside causality. A row sees the last ``window`` keys up to its own.
-    Scores pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score
-    of each head, whose value is zero."""
+    """The rules of a layer's attention. A row sees the last ``window`` keys up to its own. Scores
+    pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score of each
+    head, whose value is zero."""
 
     scale: float
     window: int | None = None

@@ -106,11 +106,7 @@ class Changes:
         # Another forward may run between two layers of this one and replace them by larger ones.
         self._held = sums, wide
         self._struct = _Changes(
-            self.table.ctypes.data,
-            len(rows.runs),
-            most_rank,
-            sums.data_ptr(),
-            wide.data_ptr(),
+            self.table.ctypes.data, len(rows.runs), most_rank, sums.data_ptr(), wide.data_ptr()
         )
         self.address = ctypes.addressof(self._struct)
 

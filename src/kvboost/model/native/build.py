@@ -87,9 +87,7 @@ class Form:
 
 FORMS = {
     torch.bfloat16: Form(
-        "bfloat16",
-        "amx",
-        needs=frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}),
+        "bfloat16", "amx", needs=frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"})
     ),
     torch.float32: Form(
         "float32 portable",

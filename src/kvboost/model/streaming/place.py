@@ -16,13 +16,7 @@ from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
 from kvboost.model.streaming.layers import StreamedLayers, slot_of
 from kvboost.model.streaming.parking import host_bytes, layers_file
-from kvboost.model.streaming.plan import (
-    NUM_SLOTS,
-    DeviceBudget,
-    LayerPlan,
-    ModelSizes,
-    make_plan,
-)
+from kvboost.model.streaming.plan import NUM_SLOTS, DeviceBudget, LayerPlan, ModelSizes, make_plan
 from kvboost.model.streaming.slabs import SlabLayout, layer_bytes
 from kvboost.model.streaming.slots import CudaSlots, Slots
 from kvboost.model.streaming.tensors import move_tensors, tensors_of

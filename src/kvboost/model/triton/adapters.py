@@ -129,9 +129,7 @@ def shrink(
     contiguous."""
     rank, width = down.shape[1:]
     _shrink_kernel[(len(rows), rank // ranks, num_splits(width))](
-        *(rows, slots, down, sums, width, rank, len(rows)),
-        RANKS=ranks,
-        BLOCK=SHRINK_BLOCK,
+        *(rows, slots, down, sums, width, rank, len(rows)), RANKS=ranks, BLOCK=SHRINK_BLOCK
     )
 
 

@@ -40,7 +40,7 @@ ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 @triton.jit(
     do_not_specialize=["table_stride", "absent_stride", "window"],
     do_not_specialize_on_alignment=[
-        *("positions", "items", "tables", "counted", "absent", "sinks", "lse"),
+        *("positions", "items", "tables", "counted", "absent", "sinks", "lse")
     ],
 )
 def _attend_kernel(

@@ -16,10 +16,7 @@ COUNTED_ROWS = 64
 are read whole."""
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["table", "counted"],
-)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["table", "counted"])
 def _gather_kernel(
     pages, page_stride, head_stride, token_stride, table, num_rows, counted, keys,
     values, out_head_stride,

@@ -244,11 +244,7 @@ def _move_kernel(
 
 
 def move(
-    rows: MovedRows,
-    layers: PagedLayers,
-    *,
-    interleaved: bool = False,
-    share: float | None = None,
+    rows: MovedRows, layers: PagedLayers, *, interleaved: bool = False, share: float | None = None
 ) -> None:
     """Writes ``rows`` into the pages of all layers, their keys rotated; pairs of channels are
     neighbours if ``interleaved``. Computed in float32, rounded once; keys that rotate by no angle

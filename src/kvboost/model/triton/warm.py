@@ -21,12 +21,7 @@ MORE_PARTS = [1 << bit for bit in range(2, MOST_PARTS.bit_length())]
 
 
 def warm_up(
-    layers: PagedLayers,
-    heads: int,
-    pairs: int,
-    blocks: int,
-    *,
-    interleaved: bool = False,
+    layers: PagedLayers, heads: int, pairs: int, blocks: int, *, interleaved: bool = False
 ) -> None:
     """Runs every kernel once, in all forms that requests need, over a few pages of its own with the
     shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head, ``blocks`` those of

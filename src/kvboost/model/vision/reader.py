@@ -50,13 +50,7 @@ class ImageReader:
     """Reads images for one model. Thread-safe; it can be pickled, so that another process reads
     them just as this one."""
 
-    def __init__(
-        self,
-        model_type: str,
-        tile: Tile,
-        row_id: int,
-        processor: Any,
-    ) -> None:
+    def __init__(self, model_type: str, tile: Tile, row_id: int, processor: Any) -> None:
         """``processor``: the image processor of transformers. ``row_id``: the token of each row."""
         self._model_type = model_type
         self._tile = tile

@@ -124,12 +124,7 @@ class SegmentForwards:
     """Runs segments of requests with pages of one slab. One thread at a time may call it."""
 
     def __init__(
-        self,
-        kernels: GpuKernels,
-        slab: Slab,
-        heads: int,
-        run_rows: RunModel,
-        capture: Capture,
+        self, kernels: GpuKernels, slab: Slab, heads: int, run_rows: RunModel, capture: Capture
     ) -> None:
         self.kernels = kernels
         self.slab = slab

@@ -168,13 +168,7 @@ class FixedRows:
     are never copied into one piece for that."""
 
     def __init__(
-        self,
-        kernels: GpuKernels,
-        heads: int,
-        size: int,
-        capacity: int,
-        *,
-        in_pages: bool = False,
+        self, kernels: GpuKernels, heads: int, size: int, capacity: int, *, in_pages: bool = False
     ) -> None:
         pages = kernels.pages
         self._page, self._size = pages.size, size
@@ -234,11 +228,7 @@ class FixedTiles:
         self._end_rows, self._end_heads = np.divmod(starts + room, group)
 
     def paged(
-        self,
-        positions: torch.Tensor,
-        buffer: torch.Tensor,
-        table: torch.Tensor,
-        capacity: int,
+        self, positions: torch.Tensor, buffer: torch.Tensor, table: torch.Tensor, capacity: int
     ) -> TiledRows:
         """The rows at ``positions``; their tiles will be in ``buffer``."""
         items, tiles = self._parts_of(buffer)

@@ -220,8 +220,7 @@ class RedisBackend:
         cursor, ours = 0, _CHUNK + _KEY_LENGTH * "?"
         while True:
             cursor, names = cast(
-                tuple[int, list[bytes]],
-                self._client.scan(cursor, match=ours, count=_KEYS_AT_ONCE),
+                tuple[int, list[bytes]], self._client.scan(cursor, match=ours, count=_KEYS_AT_ONCE)
             )
             if names:
                 yield [ChunkKey(name.decode(errors="replace")[len(_CHUNK) :]) for name in names]
