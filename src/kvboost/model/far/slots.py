@@ -32,30 +32,24 @@ class Transfers(Protocol):
         """No computation that starts later reads the slot."""
 
 
-class CudaTransfers:
+class CudaTransfers(SlotEvents):
     """Copies in a stream of their own, while the device computes; their times are observed."""
 
     def __init__(self, device: torch.device, costs: FarCosts) -> None:
-        self._events = SlotEvents(SLOTS, device, timed=True)
+        super().__init__(SLOTS, device, timed=True)
         self._begun = [torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)]
         self._costs = costs
         self._num_bytes = [0] * SLOTS
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
         self._observe(slot)
-        with self._events.filling(slot):
-            self._begun[slot].record(self._events.stream)
+        with self.filling(slot):
+            self._begun[slot].record(self.stream)
             copy_rows(source, target)
         self._num_bytes[slot] = target.nbytes
 
-    def wait(self, slot: int) -> None:
-        self._events.wait(slot)
-
-    def release(self, slot: int) -> None:
-        self._events.release(slot)
-
     def _observe(self, slot: int) -> None:
-        filled = self._events.filled[slot]
+        filled = self.filled[slot]
         if self._num_bytes[slot] and filled.query():
             seconds = self._begun[slot].elapsed_time(filled) / 1e3
             self._costs.observe_stream(self._num_bytes[slot], seconds)

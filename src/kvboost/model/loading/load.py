@@ -123,25 +123,17 @@ def load(
     """Loads a model and its tokenizer, ready to serve. ``weight_form`` is ``"auto"``, ``"plain"``
     or ``"packed"``; layers that do not fit into ``budget`` are streamed; ``hf_kwargs`` go to
     transformers' ``from_pretrained``."""
-    if budget is None:
-        model, tokenizer = read(
-            name, strict=strict, device=device, dtype=dtype, weight_form=weight_form, **hf_kwargs
-        )
-        return wrap(
-            model,
-            tokenizer,
-            name=os.fspath(name),
-            strict=strict,
-            own=True,
-            image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
-        )
-    target = pick_device(device)
-    check_device(target)
-    parking = Parking(host_bytes(budget.host_bytes))
+    parking: Parking | None = None
+    move: Callable[[PreTrainedModel], Placement] | None = None
+    if budget is not None:
+        target, parked = pick_device(device), Parking(host_bytes(budget.host_bytes))
+        check_device(target)
+        parking = parked
+        move = lambda model: place(model, target, budget, spilled_bytes=parked.spilled_bytes)  # noqa: E731
     model, tokenizer = read(
         name,
         strict=strict,
-        device=target,
+        device=device,
         dtype=dtype,
         weight_form=weight_form,
         parked=parking,
@@ -154,7 +146,7 @@ def load(
         strict=strict,
         own=True,
         image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
-        move=lambda model: place(model, target, budget, spilled_bytes=parking.spilled_bytes),
+        move=move,
     )
 
 
