@@ -14,7 +14,7 @@ import torch
 
 from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
-from kvboost.model.triton.move import MovedRows, Source
+from kvboost.model.triton.move import MovePlan, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
 from kvboost.model.triton.rows import TiledRows
@@ -160,7 +160,7 @@ def _add_change(addition: Addition | None, out: torch.Tensor, heights: Sequence[
 
 
 def move(
-    rows: MovedRows,
+    rows: MovePlan,
     layers: PagedLayers,
     *,
     interleaved: bool = False,

@@ -44,8 +44,8 @@ class StepTimes:
     def time(self, rows: int, forward: Callable[[int], float]) -> float:
         """The time of a step of ``rows`` rows, between those of the two nearest sizes that are
         trusted. Beyond these, it changes as ``forward`` does, the time of forwards of any size.
-        More rows than were ever seen are taken to be cheap: what is dear is known once it has run,
-        what never runs never is."""
+        Sizes larger than any seen are taken to be cheap: they have a cost only after they have
+        run."""
         if self._known is None:
             self._known = self._learn()
         sizes, times = self._known

@@ -53,7 +53,7 @@ class StoredSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MovedRows:
+class MovePlan:
     """Rows of stored spans and the pages they are written to, sent to the device in one copy."""
 
     spans: Sequence[StoredSpan]
@@ -76,7 +76,7 @@ class MovedRows:
         turns: Numbers,
         table: torch.Tensor,
         layers: PagedLayers,
-    ) -> list[MovedRows]:
+    ) -> list[MovePlan]:
         """The rows of spans, group by group, which go to the request whose pages are ``table``,
         ``[pages]``. ``turns`` are cosines and sines, float32 ``[2, layers, rotations, pairs]``, or
         ``[2, 1, rotations, pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``,
@@ -104,7 +104,7 @@ class MovedRows:
 def _describe(
     spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """The sources and the items of :class:`MovedRows`, and the span of each item. Checks that they
+    """The sources and the items of :class:`MovePlan`, and the span of each item. Checks that they
     fit."""
     known = set()  # there are few sources, or they differ in few ways
     numbers = []
@@ -244,7 +244,7 @@ def _move_kernel(
 
 
 def move(
-    rows: MovedRows, layers: PagedLayers, *, interleaved: bool = False, share: float | None = None
+    rows: MovePlan, layers: PagedLayers, *, interleaved: bool = False, share: float | None = None
 ) -> None:
     """Writes ``rows`` into the pages of all layers, their keys rotated; pairs of channels are
     neighbours if ``interleaved``. Computed in float32, rounded once; keys that rotate by no angle

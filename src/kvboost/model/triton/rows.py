@@ -48,8 +48,8 @@ class Tile:
     reads: Literal["rows", "pages", "piece"] = "rows"
 
     def whole(self, num_rows: int, group: int) -> int:
-        """The most rows up to ``num_rows`` that begin no tile which they do not nearly fill, if one
-        takes fewer; ``group`` query heads share a KV head."""
+        """The most of ``num_rows`` rows that fill whole tiles, or all if they do not fill one: a
+        tile that is not full takes as long as a full one. ``group`` query heads share a KV head."""
         tiles = num_rows * group // self.rows
         return tiles * self.rows // group if tiles else num_rows
 

@@ -10,7 +10,7 @@ import torch
 
 from kvboost.model.triton.attention import FEW_COMBINED, attend
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
+from kvboost.model.triton.move import MovePlan, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, Tile, TiledRows, dense_tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
@@ -70,7 +70,7 @@ def warm_up(
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
     turn = np.ones((2, 1, 1, pairs), np.float32)
-    (moved,) = MovedRows.of([[StoredSpan(Source(stored), 0, 1, 0)]], turn, table, own)
+    (moved,) = MovePlan.of([[StoredSpan(Source(stored), 0, 1, 0)]], turn, table, own)
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
     block_of, shares = np.zeros(page + 1, np.int64), np.ones((1, blocks, blocks), np.float32)

@@ -93,7 +93,7 @@ class GpuKernels:
         rotation = self._rotation
         turns = NO_TURN if rotation is None else rotation.turns(distances)
         interleaved = rotation is not None and rotation.interleaved
-        several = move.MovedRows.of(spans, turns, table, self._layers)
+        several = move.MovePlan.of(spans, turns, table, self._layers)
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
 
