@@ -12,7 +12,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
 class Lineage(str, Enum):
-    """The model and adapter that a chunk's rows were computed on."""
+    """Whether all rows before a chunk's own were exact."""
 
     EXACT = "exact"
     """Every row before it was exact: it may serve exact hits."""

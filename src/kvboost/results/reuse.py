@@ -58,7 +58,7 @@ class PlanFacts:
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """The plan of a prompt. The spans cover it from the first to the last token, without gaps."""
+    """The report on reuse for a prompt. Its spans cover the prompt without gaps."""
 
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ class Contenders:
 
     @property
     def described(self) -> Mapping[str, Mapping[str, object]]:
-        """The names and versions of loaded engines, also of those that failed later."""
+        """The description of each loaded engine, also of those that failed later."""
         return self._described
 
     def ask(self, name: str, ids: list[int]) -> Answer | None:

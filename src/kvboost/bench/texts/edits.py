@@ -99,7 +99,7 @@ EDITS = [
 ]
 
 WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
-"""A pattern of about a token of code."""
+"""Matches about a token of code."""
 
 
 @dataclass(frozen=True)

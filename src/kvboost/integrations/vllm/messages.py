@@ -53,8 +53,8 @@ class Report(KVConnectorWorkerMetadata):
     """To orders, by request."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        """Joins messages. A chunk gone from one worker is gone: each holds some heads of every
-        chunk."""
+        """The report of both. A chunk that one worker has lost is gone: each holds some heads of
+        every chunk."""
         assert isinstance(other, Report)
         replies = {
             request_id: [*self.replies.get(request_id, ()), *other.replies.get(request_id, ())]

@@ -91,7 +91,7 @@ class Command:
 
     name: str
     texts: tuple[tuple[int, ...], ...] | None = None
-    """The text or salt to forget; None is everything."""
+    """The texts to forget, as token ids; None is everything."""
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Command:

@@ -119,8 +119,8 @@ def num_weights(model: PreTrainedModel, *, embeddings: bool = True) -> int:
 
 
 def packed_identity(model: nn.Module) -> dict[str, Any]:
-    """The tensors on which the KV of a model with quantised layers depends besides its parameters:
-    its codes, and the kernels that multiply with them. Empty for other models."""
+    """Facts on which the KV of a model with quantised layers depends besides its parameters: its
+    codes, and the kernels that multiply with them. Empty for other models."""
     found: dict[str, Any] = {}
     kernels = set()
     for name, module in model.named_modules():

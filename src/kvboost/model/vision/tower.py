@@ -115,7 +115,7 @@ class VisionTower:
 
 
 def _in_thread(work: Callable[[], Pixels]) -> Future[Pixels]:
-    """Runs ``work`` in a thread of its own; returns or raises what it does."""
+    """The result of ``work``, which runs in a thread of its own."""
     made: Future[Pixels] = Future()
 
     def run() -> None:
