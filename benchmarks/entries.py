@@ -111,7 +111,6 @@ SCRIPTS = {
     "speculation": "What do drafted tokens gain, by task?",
     "states": "What does a model with states save when it resumes?",
     "traffic": "Which eviction policy keeps what comes back?",
-    "verified": "Are verified answers those of a full prefill, and how long do they take?",
     "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
-"""What each script answers."""
+"""The question of each script."""

@@ -1,4 +1,4 @@
-"""What healing costs the steps of an answer.
+"""The cost of healing for the steps of an answer.
 
 A model with random weights on a GPU answers after moved text, with healing in its steps and not.
 

@@ -48,7 +48,7 @@ class Job:
     name: str
     arguments: str
     seconds: int
-    """What it should take on two cores with AMX."""
+    """The expected seconds on two cores with AMX."""
     quick: str | None = None
     """Its arguments in the short form; None if none is short enough."""
     quick_seconds: int = 0

@@ -91,7 +91,7 @@ def families() -> list[Family]:
 
 
 def describe(model: Any) -> Family:
-    """What is measured of a model."""
+    """The measurements of a model."""
     from kvboost.model.execution.caches import observe
     from kvboost.model.execution.kv_shape import KVShape
     from kvboost.model.loading.compat import check

@@ -8,16 +8,7 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.cluster import (
-    Killed,
-    Settings,
-    Traffic,
-    _note,
-    forget,
-    kill_one,
-    load,
-    references,
-)
+from benchmarks.cluster import Killed, Settings, Traffic, _note, forget, kill_one, load, references
 from kvboost.bench.peers.process import Running
 from support.live_server import live_router, live_server
 from support.passages import WORDS, text

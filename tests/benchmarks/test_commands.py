@@ -14,7 +14,7 @@ from benchmarks.entries import BENCHMARKS, SCRIPTS
 from benchmarks.run_all import JOBS
 
 FOLDER = Path(benchmarks.__file__).parent
-SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small", "far_check"}
+SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small"}
 WORKERS = {"packed_worker", "vllm_connector", "vllm_runs"}
 
 runner = CliRunner()

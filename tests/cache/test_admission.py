@@ -54,10 +54,7 @@ class Rows:
 
 
 def make_store(
-    max_rows: int = 1000,
-    gpu_rows: int = 0,
-    policy: type[LRU] = LRU,
-    max_chunks: int | None = None,
+    max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU, max_chunks: int | None = None
 ) -> ChunkStore:
     gpu = GpuTier(gpu_rows * ROW_BYTES, torch.device("cpu")) if gpu_rows else None
     return ChunkStore(

@@ -70,10 +70,7 @@ def keys(path: Path) -> set[str]:
 
 @pytest.fixture
 def chunks() -> list[KVChunk]:
-    return [
-        *line("the first part", " and what follows"),
-        *line("other", origin=TWO),
-    ]
+    return [*line("the first part", " and what follows"), *line("other", origin=TWO)]
 
 
 @pytest.fixture

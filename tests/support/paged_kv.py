@@ -70,7 +70,7 @@ def attention_weights(
     positions: torch.Tensor,
     scale: float,
     window: int | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     absent: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +79,8 @@ def attention_weights(
     more key's scores, whose weights are left out."""
     keys = keys.float().repeat_interleave(query.shape[1] // len(keys), 0)
     scores = torch.einsum("rhd,hkd->hrk", query.float(), keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     key, row = torch.arange(keys.shape[1], device=keys.device), positions.to(keys.device)[:, None]
     hidden = key > row
     if window is not None:

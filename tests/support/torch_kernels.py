@@ -14,7 +14,7 @@ import torch
 
 from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
-from kvboost.model.triton.move import MovedRows, Source
+from kvboost.model.triton.move import MovePlan, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
 from kvboost.model.triton.rows import TiledRows
@@ -49,11 +49,11 @@ def attend(
     pages: torch.Tensor,
     rows: TiledRows,
     scale: float,
-    *,
     window: int | None = None,
-    soft_cap: float | None = None,
-    absent: torch.Tensor | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    absent: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -74,7 +74,7 @@ def attend(
         keys, values = keys[:, :num_keys], values[:, :num_keys]
         missing = None if absent is None else absent[request, :num_keys]
         weights, sums = attention_weights(
-            query[at], keys, positions, scale, window, soft_cap, missing, sinks
+            query[at], keys, positions, scale, window, softcap, missing, sinks
         )
         values = values.float().nan_to_num().repeat_interleave(query.shape[1] // len(values), 0)
         out[at] = torch.einsum("hrk,hkd->rhd", weights, values).to(out.dtype)
@@ -160,7 +160,7 @@ def _add_change(addition: Addition | None, out: torch.Tensor, heights: Sequence[
 
 
 def move(
-    rows: MovedRows,
+    rows: MovePlan,
     layers: PagedLayers,
     *,
     interleaved: bool = False,

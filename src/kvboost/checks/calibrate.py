@@ -1,17 +1,11 @@
-"""How much repair the user's own prompts need."""
+"""Calibration: how much repair the user's own prompts need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvboost.config import (
-    MOST_RECOMPUTED,
-    WITHOUT_RATIO,
-    GenerationMode,
-    RepairParams,
-    at_least,
-)
+from kvboost.config import MOST_RECOMPUTED, WITHOUT_RATIO, GenerationMode, RepairParams, at_least
 from kvboost.errors import ConfigError, PromptError
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -33,7 +27,7 @@ Settings = tuple[float, float | None]
 
 
 class Engine(Protocol):
-    """What calibration needs of an engine: its public face."""
+    """The part of an engine that calibration uses: its public face."""
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool
@@ -53,11 +47,7 @@ class Engine(Protocol):
 
 
 def calibrate(
-    engine: Engine,
-    samples: Sequence[Prompt],
-    max_kl: float,
-    repair: RepairParams,
-    salt: str = "",
+    engine: Engine, samples: Sequence[Prompt], max_kl: float, repair: RepairParams, salt: str = ""
 ) -> Calibration:
     """Tries settings that repair more and more until the mean KL of the samples' answers is within
     ``max_kl``: tolerances if ``repair`` takes rounds, and ratios."""

@@ -27,8 +27,8 @@ measure, and there is one round."""
 
 
 def asks_stale_answer(moved: MovedText, repair: RepairParams) -> bool:
-    """Whether the probe of a repair shall go through all layers, to compare its answer with that of
-    the first round. A round that would run the question's rows and hardly any others is none."""
+    """Whether the probe of a repair goes through all layers, to compare its answer with that of
+    the first round. It does not if the first round would run hardly more than the question."""
     absent = int(moved.unknown[: moved.tail.start].sum())
     pays = len(moved.tail) <= repair.ratio * moved.plan.num_moved
     return repair.takes_rounds and pays and absent <= MOST_ABSENT * moved.live_end

@@ -223,7 +223,7 @@ def test_every_list_of_packages_is_complete_and_of_cpu_builds() -> None:
 def test_stock_and_ours_say_what_they_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process; tests/bench/speed/test_interior.py asks both over the pipe."""
+    """In this process; tests/bench/ttft/test_ttft.py asks over the pipe."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

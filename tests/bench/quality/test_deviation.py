@@ -9,13 +9,7 @@ from kvboost.bench.quality.asked import EXACT
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure, run
 from kvboost.bench.quality.noise import NOISE, NOISE_KINDS
 from kvboost.bench.quality.rows import Row, append_rows, load_rows
-from kvboost.bench.quality.summary import (
-    Summary,
-    pool,
-    quality_figure,
-    quality_tables,
-    summarize,
-)
+from kvboost.bench.quality.summary import Summary, pool, quality_figure, quality_tables, summarize
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
 from support.tiny import byte_tokenizer, tiny_model

@@ -182,8 +182,7 @@ def test_names_last_for_the_most_passages() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"count": 0}, {"num_passages": 1}, {"num_passages": 101}, {"words_per_passage": 10}],
+    "options", [{"count": 0}, {"num_passages": 1}, {"num_passages": 101}, {"words_per_passage": 10}]
 )
 def test_sizes_that_cannot_be_made_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

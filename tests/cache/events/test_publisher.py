@@ -37,11 +37,7 @@ class Published:
             window=CHUNK,
         )
         self.publisher = EventPublisher(
-            settings,
-            ROOT,
-            medium="CPU",
-            is_known=self.store.__contains__,
-            max_waiting=max_waiting,
+            settings, ROOT, medium="CPU", is_known=self.store.__contains__, max_waiting=max_waiting
         )
         self.store.listen(self.publisher, ROOT)
 

@@ -65,10 +65,7 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., ChunkStore]]:
         )
         opened.append(
             ChunkStore(
-                tiers,
-                cut=lambda ids, _: fixed(len(ids), CHUNK),
-                origin=origin,
-                window=CHUNK,
+                tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=origin, window=CHUNK
             )
         )
         return opened[-1]

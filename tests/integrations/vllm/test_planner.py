@@ -16,14 +16,7 @@ from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.options import Options, RequestOptions
-from kvboost.integrations.vllm.planner import (
-    LEAST_ROWS,
-    Hello,
-    Load,
-    Planner,
-    prompt_ids,
-    salt_of,
-)
+from kvboost.integrations.vllm.planner import LEAST_ROWS, Hello, Load, Planner, prompt_ids, salt_of
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 from support.planting import chunk_files

@@ -36,10 +36,7 @@ def segment(kv: RequestKV, positions: range | list[int], absent: range | None = 
 
 
 def run(
-    segments: list[Segment],
-    kernels: Kernels | None,
-    groups: int,
-    sinks: torch.Tensor | None = None,
+    segments: list[Segment], kernels: Kernels | None, groups: int, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Writes fresh rows in layer 1; returns its attention."""
     torch.manual_seed(1)

@@ -28,7 +28,7 @@ SCALE = 0.2
     [
         (131, 16, 6, {"sinks": torch.linspace(-1, 4, 6).to(DEVICE)}),
         (5, 1, 2, {}),
-        (64, 40, 4, {"window": 50, "soft_cap": 3.0}),
+        (64, 40, 4, {"window": 50, "softcap": 3.0}),
     ],
 )
 def test_the_mass_is_the_sum_of_weights(

@@ -51,13 +51,7 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
     for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
         plan = TiledRows.of(
-            positions,
-            tables,
-            page=16,
-            heads=6,
-            kv_heads=2,
-            dtype=torch.bfloat16,
-            parts=parts,
+            positions, tables, page=16, heads=6, kv_heads=2, dtype=torch.bfloat16, parts=parts
         )
         query = random(rows + 1, 6, 64, dtype=torch.bfloat16)
         attention.attend(query, layers.first, plan, 0.125)

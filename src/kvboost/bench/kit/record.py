@@ -1,4 +1,4 @@
-"""What every benchmark's JSON begins with: what was run, when, where, and which code."""
+"""The record of a benchmark as JSON: what was run, when, where, and which code."""
 
 from __future__ import annotations
 

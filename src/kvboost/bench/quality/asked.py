@@ -46,7 +46,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Cell:
-    """How moved text is repaired."""
+    """The repair of moved text."""
 
     strategy: str
     ratio: float
@@ -240,7 +240,7 @@ class Asked:
     def row(
         self, engine: KVBoost, compared: Comparison, how: dict[str, Any], **figures: Any
     ) -> Row:
-        """What was compared, and how good the answer is that ``engine`` gives. The same greedy text
+        """The comparison, and how good the answer is that ``engine`` gives. The same greedy text
         needs no second answer."""
         answer = self._full
         if compared.first_difference is not None:

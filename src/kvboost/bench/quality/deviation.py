@@ -56,7 +56,7 @@ DECODING = 20
 
 @dataclass(frozen=True)
 class Kept:
-    """How an engine cuts text and keeps it."""
+    """The way an engine cuts text and keeps it."""
 
     chunking: str = "fixed"
     chunk_size: int = 128

@@ -79,7 +79,7 @@ class Summary:
     f1_at_least: float | None
     """Lower end of the one-sided 95 % interval of the mean paired difference."""
     answered: int
-    """How many questions full prefill answers."""
+    """The number of questions that full prefill answers."""
     answered_f1: float | None
     """On these questions."""
     gap_f1: float | None

@@ -37,7 +37,7 @@ class Question:
 
     @property
     def ask(self) -> str:
-        """What a prompt says after the passages."""
+        """The end of a prompt, after the passages."""
         return f"Question: {self.question}\nAnswer in a few words."
 
     @property
@@ -82,7 +82,7 @@ def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def parse_json(line: bytes) -> Any:
-    """What a line of a file says. Raises ``ValueError`` that says what is wrong with it."""
+    """The question in a line of a file. Raises ``ValueError`` that says what is wrong with it."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -211,7 +211,7 @@ def _pairs(firsts: str, seconds: str, between: str) -> list[str]:
 
 @cache
 def _words() -> dict[str, Any]:
-    """What made-up texts are made of. Slots have no digits and no names: those are for facts."""
+    """The parts of made-up texts. Slots have no digits and no names: those are for facts."""
     text = (Path(__file__).parent / "words.json").read_text()
     words: dict[str, Any] = json.loads(text)
     return words

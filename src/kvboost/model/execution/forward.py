@@ -59,7 +59,7 @@ log = logging.getLogger("kvboost")
 PROBED = 8
 """Rows that show whether our layers do what the model's do."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
-"""How far the logits may be apart after all layers, relative to the largest."""
+"""The largest distance of logits after all layers, relative to the largest logit."""
 QUANTIZED_ROUNDING = 2**-4
 """The same for quantised weights: a number that falls to the other side when rows are rounded to 8
 bits makes others do so in later layers."""
@@ -105,7 +105,7 @@ class Forward:
         self.lock = threading.RLock()
         self._deep: DeepFeatures | None = None
         self._depth = 0
-        """How many forwards have begun and not ended: one within the other."""
+        """The number of forwards that have begun and not ended: one within the other."""
         self.between_parts: Callable[[], None] | None = None
         """Called between the parts of forwards on a CPU, in the thread that runs them: before each
         layer, and where torch attends also after its attention."""
@@ -153,7 +153,7 @@ class Forward:
     def _furthest_layer(
         self, layers: Mapping[nn.Module, DecoderLayer], probe: Sequence[Segment]
     ) -> float:
-        """How far one of our layers is from the model's own on the same rows. With quantised
+        """The distance of one of our layers from the model's own on the same rows. With quantised
         weights, rows are rounded to 8 bits, so that small differences grow from layer to layer."""
         distances: list[torch.Tensor] = []
         for layer, ours in layers.items():
@@ -308,7 +308,7 @@ class Forward:
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         mask: TokenMask | None = None,
     ) -> Sampler:
-        """What picks the tokens of a request, among those that a mask allows."""
+        """The sampler of a request, among the tokens that a mask allows."""
         return Sampler(params, defaults, prompt_ids, self.shape.device, mask)
 
     def run_rows(

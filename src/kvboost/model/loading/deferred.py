@@ -68,7 +68,7 @@ FUNCTIONS = {
         "verify_tp_plan",
     ),
 }
-"""What is only called, by module: functions, and classes of which objects are made."""
+"""Names that modules only call, by module: functions, and classes of which objects are made."""
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 """Decorators of torch's compiler. They change nothing unless it runs."""
 

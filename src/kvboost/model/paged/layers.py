@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
-from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch, RowBatch
@@ -31,8 +31,8 @@ from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 log = logging.getLogger("kvboost")
 
 ROUNDING = {torch.float32: 1e-3}
-"""How far our layer may be from the model's for the same rows (:func:`_distance`); elsewhere
-2**-3."""
+"""The largest distance of our layer from the model's for the same rows (:func:`_distance`);
+elsewhere 2**-3."""
 PROBED_ROWS = {"cpu": 20, "cuda": 640}
 """Rows of a prompt that show whether our layers do what the model's do."""
 DENSE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -71,8 +71,8 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._linears = linears_of(layer)
-        self._sinks = getattr(attention, "sinks", None)
-        self._window = _window_of(attention)
+        sinks = getattr(attention, "sinks", None)
+        self._rules = Rules(attention.scaling, _window_of(attention), None, sinks)
         qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
         gate_up = None if _is_sparse(layer) else Merged([mlp.gate_proj, mlp.up_proj])
         self.qkv, self.gate_up = qkv, gate_up
@@ -122,9 +122,7 @@ class FusedLayer:
         query, keys, values = rotate_and_write(
             qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
-        attended = batch.attend_rows(
-            number, query, attention.scaling, self._window, None, self._sinks, fresh=(keys, values)
-        )
+        attended = batch.attend_rows(number, query, self._rules, fresh=(keys, values))
         out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
         return summed, normed

@@ -27,7 +27,7 @@ MOST_BIASES = 300
 
 
 class Kind(NamedTuple):
-    """What sampling for a request takes. A batch takes what any of its requests does."""
+    """The parts of sampling that a request needs. A batch takes what any of its requests does."""
 
     penalizes: bool = False
     draws: bool = False
@@ -55,7 +55,7 @@ class TokenSampler(Protocol):
         ``[vocab]``."""
 
     def for_steps(self, *, drafted: bool) -> RowSampler | None:
-        """What picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
+        """Picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
         before them; None if the host does."""
 
     def note(self, token_ids: Sequence[int]) -> None:

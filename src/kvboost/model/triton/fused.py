@@ -1,5 +1,6 @@
-"""What a decoder layer does between its products, one kernel each: norms with the sum before them,
-rotation with the writing of fresh rows, and gates. They round where the model's own modules do."""
+"""The work of a decoder layer between its products, one kernel each: norms with the sum before
+them, rotation with the writing of fresh rows, and gates. They round where the model's own modules
+do."""
 
 from __future__ import annotations
 
@@ -27,23 +28,10 @@ def _normed(x, total, width, eps, weight, element: tl.constexpr):
 
 @triton.jit
 def _add_norm_kernel(
-    rows,
-    added,
-    summed,
-    weight,
-    out,
-    eps,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    rows, added, summed, weight, out, eps, sums, adapters, up, rank, split_stride,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr,
-):
+):  # fmt: skip
     element = out.dtype.element_ty
     channel = tl.arange(0, WIDE)
     inside = channel < WIDTH
@@ -69,36 +57,12 @@ def _add_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def _rotate_write_kernel(
-    qkv,
-    qkv_stride,
-    num_rows,
-    cos,
-    sin,
-    cos_stride,
-    query_norm,
-    key_norm,
-    eps,
-    slots,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    SECOND: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+    qkv, qkv_stride, num_rows, cos, sin, cos_stride, query_norm, key_norm, eps, slots,
+    pages, page_stride, head_stride, token_stride, sums, adapters, up, rank, split_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SECOND: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < num_rows
@@ -174,19 +138,10 @@ def _rotate_write_kernel(
 
 @triton.jit
 def _gate_kernel(
-    gate_up,
-    out,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    gate_up, out, sums, adapters, up, rank, split_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < WIDTH
