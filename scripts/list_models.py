@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
+
 @dataclass(frozen=True)
 class Family:
     """A row of the table."""

@@ -88,7 +88,7 @@ def test_the_code_runs_and_prints_what_the_page_shows(
                     url = stack.enter_context(live_server(engine)).url
                 code = code.replace(SERVER, url)
             capsys.readouterr()
-            exec(compile(code, str(ROOT / page), "exec"), namespace)
+            exec(compile(code, str(ROOT / page), "exec", dont_inherit=True), namespace)
             printed = capsys.readouterr().out
             if example.output is not None:
                 flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
