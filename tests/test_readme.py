@@ -154,6 +154,16 @@ def test_the_architecture_names_every_package() -> None:
         assert not name or f"{name}/" in text, f"src/kvboost/{package.parent.relative_to(source)}"
 
 
+def test_the_architecture_names_modules_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.(?:py|c|h))`", (ROOT / "docs" / "architecture.md").read_text())
+    source = ROOT / "src" / "kvboost"
+    assert len(named) > 50
+    files = {f"/{path.relative_to(ROOT)}" for path in source.rglob("*") if path.is_file()}
+    known = (*files, *(f"/{name}" for name in named if (ROOT / name).exists()))
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+    assert missing == []
+
+
 def test_the_checks_find_what_they_look_for() -> None:
     text = "\n".join(
         [
