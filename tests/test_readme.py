@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import json
 import re
 import shlex
 import shutil
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,16 @@ def test_every_call_is_one_that_kvboost_has(page: Path) -> None:
     if page.name != "coming-from-0.9.md":  # it names what is gone
         assert list(inline_mistakes(text)) == []
     assert unknown_extras(text) == set()
+
+
+@every_page
+def test_json_and_configuration_files_are_valid(page: Path) -> None:
+    for fence in FENCE.finditer(page.read_text()):
+        if fence[1] == "json":
+            json.loads(fence[2])
+        elif fence[1] == "toml":
+            for option in tomllib.loads(fence[2]):
+                assert complaint(("kvboost", "serve", f"--{option}")) is None, option
 
 
 @every_page
