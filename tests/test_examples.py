@@ -63,4 +63,4 @@ def test_the_coding_agent_computes_less_than_with_a_prefix_cache(tmp_path, capsy
 def test_the_page_on_agents_shows_the_code_of_the_coding_agent() -> None:
     source = (ROOT / "examples" / "coding_agent.py").read_text()
     blocks = CODE.findall((ROOT / "docs" / "howto" / "agents.md").read_text())
-    assert len(blocks) == 2 and all(block in source for block in blocks)
+    assert blocks and all(block in source for block in blocks)

@@ -108,7 +108,7 @@ def has_run() -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the table of docs/frameworks.md."""
+    """Prints the table of docs/howto/agents.md."""
     lines = ["| package | version | run against `kvboost serve` |", "| --- | --- | --- |"]
     lines += [
         f"| {name} | {number} | {'; '.join(ran[name, number])} |" for name, number in sorted(ran)

@@ -32,7 +32,7 @@ def test_old_results_are_cleared_and_what_follows_is_moved(
 ) -> None:
     """The runner asks for a thread at first, and sends whole conversations once it is refused."""
     client = anthropic.Anthropic(base_url=server.root, api_key="none", max_retries=0, timeout=300)
-    pages = iter(sheets("healing", TURNS))
+    pages = iter(sheets("structured", TURNS))
     read: list[str] = []
 
     @beta_tool
