@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import typer
-from support.load_script import load_example, load_script
 from typer.testing import CliRunner
 
 import kvboost
@@ -31,6 +30,7 @@ from benchmarks.__main__ import app as benchmarks
 from benchmarks.entries import SCRIPTS
 from kvboost.cli import app
 from kvboost.results import GenerationResult
+from support.load_script import load_example, load_script
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
