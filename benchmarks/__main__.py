@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.entries import BENCHMARKS, SCRIPTS
 from benchmarks.run_all import JOBS, run_all
-from kvboost.cli.bench import PASS_ON, History, forward
+from kvboost.cli.bench import PASS_ON, forward
 from kvboost.cli.common import errors, out, unwrap_help
 
 PROGRAM = "python -m benchmarks"
@@ -57,14 +57,11 @@ def everything(
         float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
-    history: History = None,
 ) -> None:
     """Run the main benchmarks, unattended: at most 90 minutes, or three with --quick. Ends with
     status 1 if one failed."""
     with errors():
-        report = run_all(
-            folder, out, quick=quick, only=only or (), minutes=minutes, history_file=history
-        )
+        report = run_all(folder, out, quick=quick, only=only or (), minutes=minutes)
     print(json.dumps(report))
     if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
         raise typer.Exit(1)

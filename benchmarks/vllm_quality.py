@@ -32,10 +32,7 @@ from kvboost.bench.kit.tables import table
 from kvboost.bench.texts.questions import Question, choose_questions
 from kvboost.results import kl_divergence
 
-DONORS = {
-    "header": "each passage read alone",
-    "reordered": "all read in another order",
-}
+DONORS = {"header": "each passage read alone", "reordered": "all read in another order"}
 ROUNDS = 2000
 
 

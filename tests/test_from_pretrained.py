@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost import ConfigError, EngineConfig, KVBoost
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(autouse=True)

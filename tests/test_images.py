@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
 from kvboost.runtime import idle_work, planner, prefill
 from kvboost.tokens.images import PlacedImages
-from tiny import make_engine, tiny_model
-from vision_models import (
+from support.adapters import write_adapter
+from support.tiny import make_engine, tiny_model
+from support.vision_models import (
     about,
     file_of,
     make_vision_model,

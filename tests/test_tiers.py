@@ -12,7 +12,7 @@ import torch
 
 from kvboost import ConfigError, GenerationMode, PinError
 from kvboost.cache.tiers.disk import REFRESH_SECONDS
-from tiny import ROPE_MODELS, make_engine, tiny_model
+from support.tiny import ROPE_MODELS, make_engine, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 BASELINE = GenerationMode.BASELINE

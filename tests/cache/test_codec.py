@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.mixed import join_groups
 from kvboost.cache.quantize import KVData, Quantizer, plain
 from kvboost.tokens.hashing import branch_key, root_key
+from support.chunks import make_chunk
 
 OTHER = root_key("another chunk", "")
 

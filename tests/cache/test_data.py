@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.data import ChunkData
 from kvboost.cache.quantize import KVFormat, plain
@@ -16,7 +15,8 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.tokens.hashing import ChunkKey
-from planting import WRONG, chunk_files, rewrite
+from support.chunks import make_chunk
+from support.planting import WRONG, chunk_files, rewrite
 
 FORMAT = KVFormat(2, 1, 4, torch.float32)
 CHUNK_BYTES = make_chunk([1, 2, 3, 4]).nbytes

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer, Engine, Texts, here
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvboost.integrations.vllm.repair import Repairer
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
+from support.vllm_engines import Answer, Engine, Texts, here
 
 MOVED = 400
 """Fewer rows of the prompts in another order are not moved."""

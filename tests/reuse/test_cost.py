@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import Plan, make_plan
 from kvboost.reuse.step_times import size_of
+from support.chunks import make_chunk
 
 FIXED, ROW, KEY = 0.05, 0.0005, 1e-7
 

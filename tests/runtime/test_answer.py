@@ -9,7 +9,7 @@ import torch
 
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.model.execution.reference import StockModel
-from tiny import EOS, dynamic_model, longrope_model, make_engine, tiny_model
+from support.tiny import EOS, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 

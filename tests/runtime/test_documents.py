@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvboost import ConfigError, GenerationMode, PromptError
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away. "
 EXACT = GenerationMode.PREFIX_CACHE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tiny import DEVICE, make_engine, tiny_model
+from support.tiny import DEVICE, make_engine, tiny_model
 
 
 def test_facts_describe_the_model_the_device_and_the_options() -> None:

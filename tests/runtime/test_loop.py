@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import write_adapter
 from kvboost import (
     ConfigError,
     GenerationMode,
@@ -32,7 +31,8 @@ from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode, sharing
 from kvboost.runtime.decode import Drafts
 from kvboost.runtime.scheduler import Patience
-from tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
+from support.adapters import write_adapter
+from support.tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
 EXACT = GenerationMode.PREFIX_CACHE

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvboost.reuse.request import BufferedRows
-from test_reuse import words
-from tiny import DEVICE, make_engine, tiny_model
+from support.prompts import words
+from support.tiny import DEVICE, make_engine, tiny_model
 
 PLAIN = {"recompute_strategy": "none", "keep": False, "ignore_eos": True}
 

@@ -11,7 +11,7 @@ import torch
 from kvboost.reuse.driver import _stop
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.sight import Sight
-from vision_models import about, picture, vision_engine
+from support.vision_models import about, picture, vision_engine
 
 
 def test_slices_do_not_end_inside_images_that_see_ahead() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, connect, events, live_server, wait_for
-from tiny import EOS, make_engine, tiny_model
+from support.live_server import LiveServer, connect, events, live_server, wait_for
+from support.tiny import EOS, make_engine, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
 NO_END = {str(EOS): -100}

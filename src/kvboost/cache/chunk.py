@@ -12,7 +12,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
 class Lineage(str, Enum):
-    """What a chunk's rows were computed on."""
+    """Whether all rows before a chunk's own were exact."""
 
     EXACT = "exact"
     """Every row before it was exact: it may serve exact hits."""
@@ -31,7 +31,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class ChunkInfo:
-    """What a chunk is, without its tensors: what indexes and plans need."""
+    """A chunk without its tensors: what indexes and plans need."""
 
     key: ChunkKey
     parent: ChunkKey

@@ -75,7 +75,7 @@ class OtherVersion(BadChunk):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a chunk must be before a request uses it."""
+    """The format that a chunk must have before a request uses it."""
 
     planned: ChunkInfo
     format: AnyFormat | None = None
@@ -147,7 +147,7 @@ def read_header(data: bytes) -> dict[str, str]:
 
 
 def header_length(data: bytes) -> int:
-    """How many bytes of a file that begins with ``data`` ``read_header`` needs; raises
+    """The bytes that ``read_header`` needs of a file that begins with ``data``; raises
     ``BadChunk`` if the first ones are not a chunk's."""
     if not data.startswith(_BEGINNING, 8):
         raise BadChunk("the header is not that of a chunk")
@@ -160,7 +160,7 @@ def header_length(data: bytes) -> int:
 def info(
     metadata: Mapping[str, str], secret: Secret | None = None, size: int = MOST_BYTES
 ) -> ChunkInfo:
-    """What the header of a file of ``size`` bytes says; raises ``BadChunk`` if a chunk of ours
+    """The header of a file of ``size`` bytes; raises ``BadChunk`` if a chunk of ours
     cannot say that. The key is compared with the tokens here, everything else with the checksum
     once the tensors are read.
 

@@ -85,12 +85,13 @@ class ChunkData:
         return self._transfers.purge(keys)
 
     def take_gone(self) -> list[ChunkKey]:
-        """What has left the last tier since the last call. Takes no lock: whoever asks in every
-        step must not wait for another thread's copies."""
+        """The chunks that have left the last tier since the last call. Takes no lock: whoever asks
+        in every step must not wait for another thread's copies."""
         return [self._gone.popleft() for _ in range(len(self._gone))]
 
     def stats(self) -> dict[str, TierStats]:
-        """What the tiers hold. Takes no lock either: its numbers may be some moments apart."""
+        """The contents of the tiers. Takes no lock either: its numbers may be some moments
+        apart."""
         return self._residency.tier_stats()
 
     def remote_stats(self) -> RemoteStats | None:

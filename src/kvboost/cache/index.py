@@ -47,7 +47,7 @@ class Index:
         return self._tiers.get(key)
 
     def lookup(self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0) -> KnownRows:
-        """What is known of ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
+        """The stored rows for ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
         return self._catalogue.match(root, token_ids, moved_before, "", self._tiers.get)
 
     def add(self, info: ChunkInfo, tier: str) -> None:

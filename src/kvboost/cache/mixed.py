@@ -20,7 +20,7 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class MixedFormat:
-    """How the chunks of such a model are stored. A chunk has all states or none."""
+    """The format in which the chunks of such a model are stored. A chunk has all states or none."""
 
     groups: tuple[KVFormat, ...]
     states: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
@@ -95,7 +95,7 @@ def without_states(data: KVData) -> KVData:
 
 
 def num_groups(data: KVData) -> int:
-    """How many groups of layers ``data`` has."""
+    """The number of groups of layers in ``data``."""
     names = (name.partition(".") for name in data.tensors)
     numbers = (number for stem, _, number in names if stem != STATE)
     return 1 + max((int(number) for number in numbers if _is_number(number)), default=0)
@@ -108,7 +108,7 @@ def group_of(data: KVData, number: int) -> KVData:
 
 
 def states_of(data: KVData) -> list[torch.Tensor]:
-    """What layers without rows hold after the last token; empty if it is not stored."""
+    """The states of layers without rows after the last token; empty if not stored."""
     found: list[torch.Tensor] = []
     while (one := data.tensors.get(f"{STATE}.{len(found)}")) is not None:
         found.append(one)

@@ -91,8 +91,8 @@ class NewRows:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How the chunks of one engine are stored: the shape of its model's KV, and in how many bits.
-    What was read from elsewhere is compared with it before it is used."""
+    """The format in which an engine's chunks are stored: the shape of its model's KV, and in how
+    many bits. What was read from elsewhere is compared with it before it is used."""
 
     num_layers: int
     num_kv_heads: int
@@ -153,7 +153,7 @@ class KVFormat:
 
 
 class Positions(Protocol):
-    """How a model's keys depend on their positions."""
+    """The rotation of a model's keys by their positions."""
 
     def rotate_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
         """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, rotated from position zero to
@@ -169,7 +169,7 @@ def plain(kv: torch.Tensor) -> KVData:
 
 
 def join_heads(parts: Sequence[KVData]) -> KVData:
-    """What ``KVData.heads`` took apart. All parts must have the same precision."""
+    """Joins what ``KVData.heads`` took apart. All parts must have the same precision."""
     first = parts[0]
     tensors = {
         name: torch.cat([part.tensors[name] for part in parts], _head_axis(name))
@@ -183,8 +183,9 @@ def _head_axis(name: str) -> int:
 
 
 def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
-    """How many of the first ``wanted`` rows of a chunk may be used alone. A quantized chunk is not
-    cut inside a group: its rows would be quantized again when they are stored in another group."""
+    """The number of the first ``wanted`` rows of a chunk that may be used alone. A quantized chunk
+    is not cut inside a group: its rows would be quantized again when they are stored in another
+    group."""
     whole = num_tokens // GROUP * GROUP
     return wanted if bits == 16 or wanted >= whole else wanted // GROUP * GROUP
 

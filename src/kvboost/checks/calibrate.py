@@ -1,4 +1,4 @@
-"""How much repair the user's own prompts need."""
+"""Calibration: how much repair the user's own prompts need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_TOKENS = 16
 
 
 class Engine(Protocol):
-    """What calibration needs of an engine: its public face."""
+    """The part of an engine that calibration uses: its public face."""
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool
@@ -47,11 +47,7 @@ class Engine(Protocol):
 
 
 def calibrate(
-    engine: Engine,
-    samples: Sequence[Prompt],
-    max_kl: float,
-    repair: RepairParams,
-    salt: str = "",
+    engine: Engine, samples: Sequence[Prompt], max_kl: float, repair: RepairParams, salt: str = ""
 ) -> Calibration:
     """Tries larger and larger ratios until the mean KL of the samples' answers is within
     ``max_kl``."""

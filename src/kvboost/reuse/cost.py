@@ -1,4 +1,4 @@
-"""What a forward costs, learned from the forwards that run. Reuse is chosen where it pays.
+"""The cost of a forward, learned from the forwards that run. Reuse is chosen where it pays.
 
 A forward of ``rows`` rows over ``keys`` keys takes about ``fixed + rows * (row + key * keys)``.
 The three coefficients depend on model, machine and device: on a GPU, launches take most of a short
@@ -66,12 +66,13 @@ class CostModel:
         self._steps = StepTimes()
         self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
-        """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
+        """The number of rows that are computed for so many: on a GPU, forwards are padded to a few
+        sizes."""
         self.plain_rows: Callable[[int], int] = size_of
-        """What number of rows a decode step without drafts counts as."""
+        """The number of rows that a decode step without drafts counts as."""
         self.drafted_rows: Callable[[int], int] = size_of
-        """What number one with drafts counts as: on a GPU it is padded, too, and takes longer than
-        a step of as many requests."""
+        """The number that one with drafts counts as: on a GPU it is padded, too, and takes longer
+        than a step of as many requests."""
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
@@ -106,7 +107,7 @@ class CostModel:
         return float(_features(self.computed_rows(rows), keys) @ coefficients)
 
     def rows_within(self, seconds: float, keys: int) -> int | None:
-        """How many rows a forward over ``keys`` keys should compute in ``seconds``; None until
+        """The number of rows that a forward over ``keys`` keys computes in ``seconds``; None until
         forwards have been measured."""
         if not self.is_measured:
             return None
@@ -158,7 +159,7 @@ class CostModel:
         *,
         more_seconds: float = 0.0,
     ) -> Weighed | None:
-        """What reusing the moved runs of ``plan`` is expected to cost: a probe, copies, a sparse
+        """The expected cost of reusing the moved runs of ``plan``: a probe, copies, a sparse
         forward and ``more_seconds``; and what a plain forward would. None for a ``repair`` that
         does not ask."""
         if not plan.moved or repair.strategy != "auto" or repair.reuse_moved == "always":

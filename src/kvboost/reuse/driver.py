@@ -1,7 +1,7 @@
 """The course of a repair, for rows in our own KV and in vLLM's pages.
 
 A repair is a generator. It yields what must run next, a probe or rows of the prompt, and is sent
-the logits of the last rows that ran, if there are any. Whoever drives it decides when they run, and
+the logits of the last rows that ran, if there are any. The caller decides when they run, and
 what runs beside them.
 """
 

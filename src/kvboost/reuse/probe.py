@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost.model.execution.partial_attention import sink_shares
-from kvboost.model.execution.segment import Hook, heads_first, is_beyond
+from kvboost.model.execution.segment import Hook, Rules, heads_first, is_beyond
 from kvboost.model.native.moved_rows import attention_mass
 
 _SCORES = 1 << 24  # attention weights held at a time: a long prompt has many
@@ -38,7 +38,7 @@ class Bands:
 
 
 def row_weights(num_rows: int) -> torch.Tensor:
-    """How much each of a prompt's last rows counts for the sums of :class:`AttentionMass`,
+    """The weight of each of a prompt's last rows in the sums of :class:`AttentionMass`,
     ``[KINDS, num_rows]``: all rows alike, the last ``END_ROWS`` of them, the last one."""
     weights = torch.ones(KINDS, num_rows)
     weights[1, :-END_ROWS] = weights[2, :-1] = 0
@@ -73,14 +73,8 @@ class AttentionMass(Hook):
     def mass(self) -> torch.Tensor:
         return torch.zeros(2, KINDS, self.start)
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        scale, window, _, sinks = rules
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start
@@ -127,9 +121,9 @@ class AttentionMass(Hook):
 
 
 class Deviation(Hook):
-    """How far the recomputed keys and values of rows, at ``positions`` on the host, are from the
-    cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and values
-    together."""
+    """The distance of the recomputed keys and values of rows, at ``positions`` on the host, from
+    the cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and
+    values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
         self.args = (layer, positions)

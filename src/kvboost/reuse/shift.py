@@ -71,7 +71,7 @@ class Spans:
         return replace(self, block_of=block_of)
 
     def weights(self, positions: Positions) -> Floats | None:
-        """What each of the recomputed ``positions`` adds to the offset of a block:
+        """The share of each of the recomputed ``positions`` in the offset of a block:
         ``[spans, BLOCKS, BLOCKS]``, of the block in dimension 1, if it is in the one in dimension
         2. None if there are no rows to learn from or none to shift."""
         rows = self.rows_by_block(positions)[:, None]
@@ -85,7 +85,7 @@ class Spans:
         return weights
 
     def rows_by_block(self, positions: Positions | Which) -> Floats:
-        """How many of the rows at ``positions``, or of those where it is true, are in each block:
+        """The number of rows at ``positions``, or where it is true, in each block:
         ``[spans, BLOCKS]``."""
         others = len(self.block_tokens) * BLOCKS  # the number of rows in no block comes last
         blocks = self.block_of[positions] % (others + 1)

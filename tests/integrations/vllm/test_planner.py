@@ -16,18 +16,11 @@ from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.options import Options, RequestOptions
-from kvboost.integrations.vllm.planner import (
-    LEAST_ROWS,
-    Hello,
-    Load,
-    Planner,
-    prompt_ids,
-    salt_of,
-)
+from kvboost.integrations.vllm.planner import LEAST_ROWS, Hello, Load, Planner, prompt_ids, salt_of
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
-from planting import chunk_files
-from redis_server import MISSING, RedisServer
+from support.planting import chunk_files
+from support.redis_server import MISSING, RedisServer
 
 PAGE, CHUNK = 32, 32
 WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)

@@ -18,9 +18,9 @@ from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
-from paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
-from replay_again import ReplayAgain
-from tiny import DEVICE
+from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)

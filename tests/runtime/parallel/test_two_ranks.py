@@ -18,8 +18,8 @@ from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
-from split_models import save_model, split_engine, whole_engine
-from tiny import DEVICE
+from support.split_models import save_model, split_engine, whole_engine
+from support.tiny import DEVICE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.errors import QueueFullError
 from kvboost.serve.ollama.reply_models import (
     OllamaChatReply,
@@ -15,8 +14,9 @@ from kvboost.serve.ollama.reply_models import (
     OllamaGenerateReply,
 )
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
-from routed import CLIENT
+from support.fake_engine import FakeEngine
+from support.live_server import live_server
+from support.routed import CLIENT
 
 FUNCTION = {
     "name": "weather",

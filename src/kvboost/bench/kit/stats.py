@@ -1,4 +1,4 @@
-"""How close an answer is, and how sure a mean is."""
+"""Measures of how close an answer is, and how sure a mean is."""
 
 from __future__ import annotations
 

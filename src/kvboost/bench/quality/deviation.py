@@ -56,7 +56,7 @@ DECODING = 20
 
 @dataclass(frozen=True)
 class Kept:
-    """How an engine cuts text and keeps it."""
+    """The way an engine cuts text and keeps it."""
 
     chunking: str = "fixed"
     chunk_size: int = 128
@@ -108,7 +108,11 @@ class Settings(Asking, ModelSettings):
     load: tuple[str, ...] = option(
         (), "Show rows that were saved instead of measuring; 'rows-*.jsonl' merges parts."
     )
-    markdown: str | None = option(None, "Write the table to this file, in Markdown.")
+    markdown: str | None = option(
+        None,
+        "Write the table to this file, in Markdown. Its share of the gap recovered is (F1 - F1 "
+        "without passages) / (F1 of full prefill - F1 without passages).",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,11 +25,12 @@ class _Visit:
     fresh: int = 0
     """Chunks never seen before."""
     turn: int = 0
-    """How many requests it continues, each of which shares more than half of the one before."""
+    """The number of requests that it continues, each of which shares more than half of the one
+    before."""
     fork_uses: int = 0
-    """How often the last chunk that it shares with earlier requests was used."""
+    """The number of uses of the last chunk that it shares with earlier requests."""
     unshared: int | None = None
-    """How many chunks of the last request that used this chunk it does not share."""
+    """The chunks of the last request that used this chunk which it does not share."""
     pause: int | None = None
     """Time since the request that it continues, as a logarithm."""
     quickness: float = 0.0
@@ -40,7 +41,7 @@ class _Visit:
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """What is remembered of a chunk, even after it has left."""
+    """The facts that are remembered of a chunk, even after it has left."""
 
     visit: _Visit
     depth: int
@@ -71,11 +72,11 @@ class LearnedPolicy(LeafQueuePolicy):
     """
 
     PROBES = 4
-    """How many per request, of one of its paths: the last chunk and others at random."""
+    """The number per request, of one of its paths: the last chunk and others at random."""
     PATIENCE = 4
     """Chunks that are used, for each one that is queued, before the queue is sorted again."""
     HISTORY = 16
-    """How many evicted chunks are remembered for each chunk in the tier."""
+    """The number of evicted chunks that are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
 
     def __init__(self) -> None:

@@ -207,7 +207,7 @@ class AnchorIndex:
                 left = bisect_left(rows, begins[MAX_DONORS - 1] - window + 1, 0, left)
 
     def check_integrity(self) -> list[str]:
-        """What does not add up between chunks, donors and filter; empty when all is well."""
+        """The inconsistencies between chunks, donors and filter; empty when all is well."""
         problems = []
         filed = {
             (value, anchors.number - offset)

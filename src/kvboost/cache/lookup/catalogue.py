@@ -85,7 +85,7 @@ class Catalogue:
     def match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str, where: Where
     ) -> KnownRows:
-        """What is known of ``token_ids``: see ``ChunkStore.lookup``. Leaves out what is lost.
+        """The stored rows for ``token_ids``: see ``ChunkStore.lookup``. Leaves out what is lost.
 
         A hit says what its chunk must be: its position follows from the chunks before it, its
         lineage from the branch. A chunk that says otherwise of itself is refused when it is read.
@@ -192,7 +192,7 @@ class Catalogue:
         return not self._tree.has_children(key)
 
     def num_children(self, key: ChunkKey) -> int:
-        """How many chunks continue this one."""
+        """The number of chunks that continue this one."""
         return self._tree.num_children(key)
 
     def check_integrity(self) -> list[str]:

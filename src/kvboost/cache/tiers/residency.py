@@ -106,7 +106,7 @@ class Residency:
 
     @property
     def used_share(self) -> float:
-        """How much of the memory is taken: the host's, or a GPU's if that is fuller."""
+        """The share of the memory that is taken: the host's, or a GPU's if that is fuller."""
         tiers = (self._in_ram, self._on_gpu)
         return max(tier.used_share for tier in tiers if tier is not None)
 
@@ -326,7 +326,7 @@ class Residency:
             tier.clear()
 
     def in_memory(self) -> set[ChunkKey]:
-        """What is on the GPU or in RAM."""
+        """The chunks that are on the GPU or in RAM."""
         return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
 
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:

@@ -65,7 +65,7 @@ class Served:
     planned: tuple[object, Load | None] = (None, None)
     """Its load, after what it was planned for."""
     load: Load | None = None
-    """What was sent to the workers."""
+    """The message that was sent to the workers."""
     is_loading: bool = False
     has_failed: bool = False
     recomputed: int = 0
@@ -97,7 +97,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._served: dict[str, Served] = {}
         self._step = Step()
         self._ended: list[Callable[[], None]] = []
-        """What is left to do for requests whose answers are on their way."""
+        """The work that is left for requests whose answers are on their way."""
 
     # The scheduler's side.
 
@@ -289,7 +289,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """What has changed. Workers tell the scheduler's side, which tells all."""
+        """The changes. Workers tell the scheduler's side, which tells all."""
         if self._role is KVConnectorRole.WORKER:
             return None
         changed = self._tally.take(self._planner.num_chunks())
@@ -317,7 +317,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _of(self, request: Request) -> Served:
-        """What is known of a request. It asks for the default if what it says cannot be read."""
+        """The known facts of a request. It asks for the default if what it says cannot be read."""
         request_id = request.request_id
         if (known := self._served.get(request_id)) is not None:
             return known

@@ -32,7 +32,7 @@ from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 
 LOAD_SECONDS = 0.006
-"""What moving costs beside its forwards. On an H200 it saved 16 users 4 ms a question of 3,072
+"""The cost of moving beside its forwards. On an H200 it saved 16 users 4 ms a question of 3,072
 tokens, and its forwards alone would have saved 10. On a CPU it hardly counts."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
@@ -40,7 +40,7 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself at the start."""
+    """The facts that a worker tells of itself at the start."""
 
     fingerprint: str
     """Of the weights that it holds."""
@@ -80,7 +80,7 @@ class Load:
         return [hit.chunk for hits in (self.hits, *self.copies) for hit in hits]
 
     def failed(self) -> Load:
-        """What is left of it when its rows could not be loaded."""
+        """The rest of it when its rows could not be loaded."""
         return replace(self, end=self.first, in_place=(), moved=(), copies=())
 
     def computed(self) -> list[range]:
@@ -186,7 +186,7 @@ class Planner:
     def plan(
         self, request_id: str, token_ids: TokenIds, local: int, salt: str, asked: RequestOptions
     ) -> Load | None:
-        """How to load a prompt whose first ``local`` rows vLLM has; None if that would not pay.
+        """The plan to load a prompt whose first ``local`` rows vLLM has; None if it would not pay.
         The last row is always left to vLLM, which needs its logits."""
         index = self._index
         if index is None or asked.mode == "off":
@@ -229,7 +229,7 @@ class Planner:
     def keep(
         self, token_ids: TokenIds, pages: Sequence[int], salt: str, asked: RequestOptions
     ) -> tuple[Keep | None, list[ChunkKey]]:
-        """What to keep of a request that has ended, and the chunks that this replaces.
+        """The rows to keep of a request that has ended, and the chunks that this replaces.
         ``token_ids`` are those of its exact rows. The others stay in vLLM's pages alone: stored,
         they would push out the text that they were made from."""
         if self._index is None or asked.mode == "off":
@@ -245,7 +245,7 @@ class Planner:
             self._announced.store(hashes, token_ids, known.exact)
 
     def take_announcements(self) -> list[Stored | Removed]:
-        """What to say of blocks that were stored or are gone since the last call."""
+        """The events of blocks that were stored or are gone since the last call."""
         index = self._index
         if index is None or self._announced is None:
             return []
@@ -286,7 +286,7 @@ class Planner:
         return search
 
     def num_chunks(self, salt: str | None = None) -> int:
-        """How many chunks there are, or how many under ``salt``."""
+        """The number of chunks, or of those under ``salt``."""
         if self._index is None:
             return 0
         return len(self._index) if salt is None else len(self._index.infos(self.root(salt)))

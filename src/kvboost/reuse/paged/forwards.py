@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvboost.model.execution.segment import Hook, Segment, rows_first
+from kvboost.model.execution.segment import Hook, Rules, Segment, rows_first
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
@@ -99,71 +99,31 @@ class CapturedBatch(RowBatch):
             self._hook.on_fresh(layer, keys, values)
         write(keys, values, super().pages(layer), self.targets)
 
-    def show(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if self._hook is not None:
-            self._hook.on_query(layer, rows_first(query), scale, window, sinks)
+            self._hook.on_query(layer, rows_first(query), rules)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        return self._attend(layer, rows_first(query), scale, window, softcap, sinks)[None]
+        return self._attention(layer, rows_first(query), rules)[None]
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         """Called by layers that have written the fresh rows to ``pages``."""
         if self._hook is not None and self._fresh is not None:
             keys, values = self._fresh.flatten(0, 1)[: len(self.slots)].chunk(2, -1)
             self._store(layer, keys, values)
-            self._hook.on_query(layer, query, scale, window, sinks)
-        return self._attend(layer, query, scale, window, softcap, sinks)
-
-    def _attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of all rows; that of padding is zero."""
-        return self._attention(layer, query, scale, window=window, soft_cap=softcap, sinks=sinks)
+            self._hook.on_query(layer, query, rules)
+        return self._attention(layer, query, rules)  # that of padding is zero
 
 
 class SegmentForwards:
     """Runs segments of requests with pages of one slab. One thread at a time may call it."""
 
     def __init__(
-        self,
-        kernels: GpuKernels,
-        slab: Slab,
-        heads: int,
-        run_rows: RunModel,
-        capture: Capture,
+        self, kernels: GpuKernels, slab: Slab, heads: int, run_rows: RunModel, capture: Capture
     ) -> None:
         self.kernels = kernels
         self.slab = slab
@@ -174,7 +134,7 @@ class SegmentForwards:
         self._sizes = SIZES
         self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
         self._missing: Counter[tuple[str, int]] = Counter()
-        """How often rows would have run in a forward of this kind and size."""
+        """The number of times rows would have run in a forward of this kind and size."""
         self._refused: dict[str, str] = {}
 
     @property
@@ -311,7 +271,7 @@ class SegmentForwards:
 
 
 def _kind(segment: Segment) -> str | None:
-    """What kind of forward a segment is; None if it is another."""
+    """The kind of forward that a segment is; None if it is another."""
     rows = ROWS if segment.num_logits <= 1 else SCORED
     kind = rows if segment.hook is None else segment.hook.kind
     if segment.absent is not None and kind != PROBES:

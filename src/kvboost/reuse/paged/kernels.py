@@ -12,7 +12,7 @@ import torch
 
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.model.paged.slab import PAGE
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.host import HostCopy
@@ -93,7 +93,7 @@ class GpuKernels:
         rotation = self._rotation
         turns = NO_TURN if rotation is None else rotation.turns(distances)
         interleaved = rotation is not None and rotation.interleaved
-        several = move.MovedRows.of(spans, turns, table, self._layers)
+        several = move.MovePlan.of(spans, turns, table, self._layers)
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
 
@@ -127,26 +127,10 @@ class GpuKernels:
         hidden = None if absent is None else absent[None]
 
         def attend(
-            layer: int,
-            query: torch.Tensor,
-            scale: float,
-            out: torch.Tensor | None = None,
-            *,
-            window: int | None = None,
-            soft_cap: float | None = None,
-            sinks: torch.Tensor | None = None,
+            layer: int, query: torch.Tensor, rules: Rules, out: torch.Tensor | None = None
         ) -> torch.Tensor:
-            return attention.attend(
-                query,
-                self.pages.caches[layer],
-                rows,
-                scale,
-                window=window,
-                soft_cap=soft_cap,
-                absent=hidden,
-                sinks=sinks,
-                out=out,
-            )
+            pages = self.pages.caches[layer]
+            return attention.attend(query, pages, rows, *rules, absent=hidden, out=out)
 
         return attend
 
@@ -237,14 +221,7 @@ class PagedMass(Hook):
         self._kernels, self._rows, self._table = kernels, rows, table
         self._tiled: TiledRows | None = None
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if (band := self.seen.bands.number(layer)) is None:
             return
         if self._tiled is None:
@@ -257,12 +234,12 @@ class PagedMass(Hook):
             query[-self.num_rows :],
             self._kernels.pages.caches[layer],
             self._tiled,
-            scale,
+            rules.scale,
             self.seen.start,
             self._weights,
-            window=window,
+            window=rules.window,
             absent=self._absent,
-            sinks=sinks,
+            sinks=rules.sinks,
         )
         if layer == self.seen.bands.last:
             self.give(self._mass)

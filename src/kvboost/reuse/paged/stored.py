@@ -101,7 +101,7 @@ class PageStore:
 
     @property
     def num_free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of pages that nobody holds."""
         return self._slab.num_free
 
     def has_room(self, num_rows: int, position: int) -> bool:
