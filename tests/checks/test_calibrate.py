@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvboost.errors import ConfigError, PromptError
+from support.prompts import HEADER, PASSAGES, prompt_of
 from support.tiny import make_engine, tiny_model
-from test_reuse import HEADER, PASSAGES, prompt_of
 
 SAMPLES = [prompt_of([3, 1, 0, 2]), prompt_of([2, 0, 3, 1])]
 

@@ -13,8 +13,8 @@ from kvboost.model import triton
 from kvboost.model.execution.segment import Segment
 from support.healed import SLOPPY, num_exact
 from support.paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
+from support.prompts import BASELINE, HEADER, PASSAGES, QUESTION, words
 from support.tiny import DEVICE
-from test_reuse import BASELINE, HEADER, PASSAGES, QUESTION, words
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
