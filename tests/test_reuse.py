@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost, SpanKind
-from kvboost.config import STRATEGIES
+from kvboost.config import CONTROL, STRATEGIES
 from support.prompts import (
     BASELINE,
     EXACT,
@@ -50,7 +50,7 @@ def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine
     check()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, CONTROL))
 def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strategy) -> None:
     engine.warm(prompt_of([0, 1, 2, 3]))
     prompt = prompt_of([3, 1, 0, 2])

@@ -124,7 +124,7 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
 
 def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
-    monkeypatch.setattr("kvboost.runtime.assembling.YIELD_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
     run = engine._model.forward._run_packed
     forwards: list[int] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.runtime.trail import Trail, leading_to
+from kvboost.runtime.idle_work import Trail, leading_to
 from kvboost.tokens.hashing import as_token_ids
 from support.prompts import words
 

@@ -14,7 +14,7 @@ import torch
 from starlette.testclient import TestClient
 
 from kvboost import KVBoost
-from kvboost.runtime.patience import Patience
+from kvboost.runtime.scheduler import Patience
 from kvboost.serve.app import create_app
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.settings import ServerSettings

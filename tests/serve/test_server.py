@@ -166,9 +166,10 @@ def test_an_administrator_can_warm_plan_and_forget(server, client) -> None:
 def test_warming_a_document_does_not_hold_up_the_event_loop(engine, monkeypatch) -> None:
     """Tokenizing a long document takes seconds."""
     threads = []
-    read = engine._read_one
+    documents = engine._documents
+    read = documents.read
     monkeypatch.setattr(
-        engine, "_read_one", lambda *some: threads.append(threading.current_thread()) or read(*some)
+        documents, "read", lambda *some: threads.append(threading.current_thread()) or read(*some)
     )
     asyncio.run(engine.awarm(text(13)))
     assert threads and threads[0] is not threading.main_thread()

@@ -79,19 +79,19 @@ def join_groups(groups: Sequence[KVData], states: Sequence[torch.Tensor] = ()) -
         for name, one in group.tensors.items()
     }
     bits = min(group.bits for group in groups)
-    return with_states(KVData(bits, tensors, groups[0].key_norm), states)
+    return with_states(KVData(bits, tensors), states)
 
 
 def with_states(data: KVData, states: Sequence[torch.Tensor]) -> KVData:
     """``data`` of rows, together with the states after the last of them."""
     tensors = {**data.tensors, **{f"{STATE}.{number}": one for number, one in enumerate(states)}}
-    return KVData(data.bits, tensors, data.key_norm)
+    return KVData(data.bits, tensors)
 
 
 def without_states(data: KVData) -> KVData:
     """The rows of ``data`` alone."""
     tensors = {name: one for name, one in data.tensors.items() if name.partition(".")[0] != STATE}
-    return KVData(data.bits, tensors, data.key_norm)
+    return KVData(data.bits, tensors)
 
 
 def num_groups(data: KVData) -> int:
@@ -104,7 +104,7 @@ def num_groups(data: KVData) -> int:
 def group_of(data: KVData, number: int) -> KVData:
     """One group's part of ``data``, as that of a plain model."""
     tensors = _groups(data.tensors, number + 1)[number]
-    return KVData(bits_of(tensors, data.bits), tensors, data.key_norm)
+    return KVData(bits_of(tensors, data.bits), tensors)
 
 
 def states_of(data: KVData) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -46,7 +46,6 @@ class KVData:
 
     bits: int
     tensors: Mapping[str, torch.Tensor]
-    key_norm: float = 0.0
     """The mean norm of the keys; 0 if it was not measured."""
     in_pages: ClassVar[bool] = False
     """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
@@ -68,7 +67,7 @@ class KVData:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """The same with every tensor changed, for example moved to another device."""
         tensors = {name: change(one) for name, one in self.tensors.items()}
-        return KVData(self.bits, tensors, self.key_norm)
+        return KVData(self.bits, tensors)
 
     def heads(self, start: int, end: int) -> KVData:
         """The KV heads ``[start, end)`` alone, as views."""
@@ -76,7 +75,7 @@ class KVData:
             name: one.narrow(_head_axis(name), start, end - start)
             for name, one in self.tensors.items()
         }
-        return KVData(self.bits, tensors, self.key_norm)
+        return KVData(self.bits, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def join_heads(parts: Sequence[KVData]) -> KVData:
         name: torch.cat([part.tensors[name] for part in parts], _head_axis(name))
         for name in first.tensors
     }
-    return KVData(first.bits, tensors, first.key_norm)
+    return KVData(first.bits, tensors)
 
 
 def _head_axis(name: str) -> int:
@@ -194,7 +193,7 @@ def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
 class Quantizer:
     """Packs rows for storing, and writes stored rows into place. ``positions`` is None for models
     whose keys do not rotate. ``own`` makes the copy to be stored; by default one on the same
-    device. With ``measures_keys`` the norm of the keys is stored too."""
+    device."""
 
     def __init__(
         self,
@@ -202,19 +201,17 @@ class Quantizer:
         positions: Positions | None,
         *,
         own: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        measures_keys: bool = False,
     ) -> None:
         self.bits = bits
         self._positions = positions
         self._copies_together = bits == 16 and own is None
         self._own = own or _copy
-        self._measures_keys = measures_keys
 
     def pack_all(self, rows: torch.Tensor, parts: Sequence[NewRows]) -> list[KVData]:
         """``rows`` as the chunks of ``parts``, which follow one another and are all of them. As
         :meth:`pack`, in one call where that is possible."""
         sizes = [part.end - part.start for part in parts]
-        if self._copies_together and not self._measures_keys:
+        if self._copies_together:
             # Each copy has memory of its own: chunks are evicted one by one.
             copies = torch.split_with_sizes_copy(rows, sizes, 3)  # type: ignore[func-returns-value]
             return [plain(copy) for copy in copies]  # type: ignore[attr-defined]
@@ -229,12 +226,6 @@ class Quantizer:
         """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, which begin at ``position``, in
         memory of their own. The first ``common`` of them are also those of ``like``: what is
         quantized there is copied."""
-        data = self._pack(rows, position, like, common)
-        if self._measures_keys:
-            data = replace(data, key_norm=float(rows[0].float().norm(dim=-1).mean()))
-        return data
-
-    def _pack(self, rows: torch.Tensor, position: int, like: KVData | None, common: int) -> KVData:
         if self.bits == 16:
             return plain(self._own(rows))
         whole = rows.shape[3] // GROUP * GROUP

@@ -61,24 +61,20 @@ class Pin:
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """A setting that was tried: a ratio, and with ``auto`` a tolerance. Mean KL to a full prefill,
-    and repair cost per moved row."""
+    """A ratio that was tried, its mean KL to a full prefill, and repair cost per moved row."""
 
     ratio: float
     mean_kl: float
     charged_share: float
-    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of ``calibrate``: the cheapest settings tried that hold ``max_kl``. ``tolerance``
-    is None if the strategy repairs in one round."""
+    """The result of ``calibrate``: the smallest ratio tried that holds ``max_kl``."""
 
     ratio: float
     max_kl: float
     steps: tuple[CalibrationStep, ...]
-    tolerance: float | None = None
 
     @property
     def holds(self) -> bool:

@@ -71,9 +71,6 @@ class ReuseReport:
     probes ran and the last rows of the prompt that ran again."""
     charged_flops: float = 0.0
     """The same in arithmetic, attention included, as a share of computing all moved rows."""
-    expected_kl: float | None = None
-    """The expected distance of the first token's distribution from that of a full prefill (KL),
-    with strategy ``auto``; None if there is nothing to tell it from."""
     facts: PlanFacts | None = field(default=None, repr=False, compare=False)
     explainer: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import mean_error, needed_share, probe_rows
+from kvboost.reuse.repair import PROBE_BAND, mean_error, needed_share, probe_rows
 from kvboost.reuse.step_times import FIXED_ROWS, StepTimes, size_of
 
 WORTHWHILE_RATIO = 0.9
@@ -73,8 +73,6 @@ class CostModel:
         self.drafted_rows: Callable[[int], int] = size_of
         """The number that one with drafts counts as: on a GPU it is padded, too, and takes longer
         than a step of as many requests."""
-        self.tolerance: float | None = None
-        """The tolerance of repairs that ``calibrate`` has found for this model."""
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
@@ -148,11 +146,10 @@ class CostModel:
         plan: Plan,
         repair: RepairParams,
         *,
-        probe_depth: float = 1.0,
         more_seconds: float = 0.0,
     ) -> bool:
         """Whether reusing the moved runs of ``plan`` should be faster than computing them."""
-        weighed = self.weigh(plan, repair, probe_depth=probe_depth, more_seconds=more_seconds)
+        weighed = self.weigh(plan, repair, more_seconds=more_seconds)
         return weighed is None or weighed.pays
 
     def weigh(
@@ -160,12 +157,11 @@ class CostModel:
         plan: Plan,
         repair: RepairParams,
         *,
-        probe_depth: float = 1.0,
         more_seconds: float = 0.0,
     ) -> Weighed | None:
-        """The expected cost of reusing the moved runs of ``plan``: a probe through
-        ``probe_depth`` of the layers, copies, a sparse forward and ``more_seconds``; and what a
-        plain forward would. None for a ``repair`` that does not ask."""
+        """The expected cost of reusing the moved runs of ``plan``: a probe, copies, a sparse
+        forward and ``more_seconds``; and what a plain forward would. None for a ``repair`` that
+        does not ask."""
         if not plan.moved or repair.strategy != "auto" or repair.reuse_moved == "always":
             return None
         total = plan.num_tokens
@@ -174,7 +170,7 @@ class CostModel:
         unknown = sum(len(rows) for rows in plan.computed())
         recomputed = round(repair.ratio * needed_share(mean_error(plan.moved)) * plan.num_moved)
         moving = self.forward(unknown + recomputed, total)
-        moving += self.forward(min(unknown, probe_rows(plan.moved)), total) * probe_depth
+        moving += self.forward(min(unknown, probe_rows(plan.moved)), total) * PROBE_BAND[1]
         slow = sum(hit.num_tokens for run in plan.moved for hit in run.hits if hit.is_slow)
         moving += self.place(plan.num_moved + plan.num_shared - slow) + self.place(slow, slow=True)
         if self.is_measured:  # else costs are not in seconds
@@ -184,17 +180,15 @@ class CostModel:
     def save(self) -> None:
         """Writes what was learned, if there is anything. A folder that cannot be written is
         ignored: the costs are learned again."""
-        if self._path is None or not (self.is_measured or self.tolerance is not None):
+        if self._path is None or not self.is_measured:
             return
-        learned: dict[str, object] = {"tolerance": self.tolerance}
-        if self.is_measured:
-            learned |= {
-                "gram": self._gram.tolist(),
-                "target": self._target.tolist(),
-                "rows": self._rows,
-                "place": self._place,
-                "slow_place": self._slow_place,
-            }
+        learned = {
+            "gram": self._gram.tolist(),
+            "target": self._target.tolist(),
+            "rows": self._rows,
+            "place": self._place,
+            "slow_place": self._slow_place,
+        }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
@@ -208,8 +202,6 @@ class CostModel:
     def _load(self) -> None:
         try:
             learned = json.loads(self._path.read_text()) if self._path else None
-            if learned and learned.get("tolerance") is not None:
-                self.tolerance = max(0.0, float(learned["tolerance"]))
             if learned:
                 gram, target = np.array(learned["gram"]), np.array(learned["target"])
                 rows, place = map(float, learned["rows"]), map(float, learned["place"])

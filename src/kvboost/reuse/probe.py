@@ -49,23 +49,25 @@ class AttentionMass(Hook):
     """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
     them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
     summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
-    ``[start]``, on the host, receive none. ``ends``: whether the forward ends in the last observed
-    layer."""
+    ``[start]``, on the host, receive none."""
 
-    def __init__(self, bands: Bands, absent: torch.Tensor, *, ends: bool = True) -> None:
+    averages = True
+
+    def __init__(self, bands: Bands, absent: torch.Tensor) -> None:
         self.args = (bands, absent)
         self.bands = bands
         self.absent = absent
-        self.ends = ends
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
-        self.is_complete: Callable[[], bool] | None = None
-        """Whether it is, if a GPU may be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
     def start(self) -> int:
         return len(self.absent)
+
+    def observed(self) -> torch.Tensor:
+        self.wait()
+        return self.mass
 
     @cached_property
     def mass(self) -> torch.Tensor:
@@ -137,3 +139,6 @@ class Deviation(Hook):
         for fresh, stale in zip((keys, values), known, strict=True):
             distance = heads_first(fresh).float() - stale[:, :, positions].float()
             self.squared += distance.square().sum((0, 1, 3)).to(self.squared.device)
+
+    def observed(self) -> torch.Tensor:
+        return self.squared

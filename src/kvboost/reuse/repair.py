@@ -94,20 +94,24 @@ def probe_rows(runs: Sequence[MovedRun]) -> int:
     return max(LEAST_PROBE_ROWS, math.ceil(PROBE_ROWS * needed_share(mean_error(runs))))
 
 
-class Probe(NamedTuple):
-    """Rows of the prompt at ``positions``, on the host, that run through the model up to layer
-    ``until``, or through all layers, for what ``hook`` sees. Rows that are ``absent`` are not
-    attended to."""
+class RepairStep(NamedTuple):
+    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a hook
+    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees.
+    Rows that are ``absent`` are not attended to."""
 
     positions: torch.Tensor
-    hook: Hook
+    hook: Hook | None
     until: int | None = None
     absent: torch.Tensor | None = None
 
     @property
+    def is_probe(self) -> bool:
+        return self.until is not None
+
+    @property
     def is_complete(self) -> Callable[[], bool] | None:
         """Whether the hook has seen all, if a GPU may still be at it."""
-        return self.hook.is_complete if isinstance(self.hook, AttentionMass) else None
+        return None if self.hook is None else self.hook.is_complete
 
 
 @dataclass(frozen=True)
@@ -217,13 +221,13 @@ class MovedText:
         rows = probe_rows(self.runs)
         return range(max(self.runs[-1].end, self.live_end - rows), self.live_end)
 
-    def probes(self, repair: RepairParams, *, through_all_layers: bool = False) -> list[Probe]:
-        """The probes that must run before the strategy of ``repair`` chooses."""
+    def probes(self, repair: RepairParams) -> list[RepairStep]:
+        """The steps that must run before the strategy of ``repair`` chooses."""
         if asks_attention(repair):
-            return [self.probe_attention(through_all_layers=through_all_layers)]
+            return [self.probe_attention()]
         return self.probe_deviation() if repair.strategy == "cacheblend" else []
 
-    def probe_attention(self, *, through_all_layers: bool = False) -> Probe:
+    def probe_attention(self) -> RepairStep:
         """The probe for ``attention``: the last rows run over the moved KV as it is and do not
         attend to rows that are not computed yet."""
         start = self.tail.start
@@ -231,12 +235,11 @@ class MovedText:
         hidden[start:] = False
         absent = torch.from_numpy(hidden)
         bands = probed_layers(self.num_layers)
-        self._seen = AttentionMass(bands, absent[:start], ends=not through_all_layers)
-        until = None if through_all_layers else bands.last
+        self._seen = AttentionMass(bands, absent[:start])
         rows = np.arange(start, self.live_end)
-        return self._probe(rows, self._seen, until, absent if hidden.any() else None)
+        return self._probe(rows, self._seen, bands.last, absent if hidden.any() else None)
 
-    def probe_deviation(self) -> list[Probe]:
+    def probe_deviation(self) -> list[RepairStep]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
         needed = np.flatnonzero((self.rows | self.unknown)[: self.live_end])
         layer = min(1, self.num_layers - 1)
@@ -256,12 +259,11 @@ class MovedText:
         self,
         positions: Positions,
         hook: Hook,
-        until: int | None,
+        until: int,
         absent: torch.Tensor | None = None,
-    ) -> Probe:
-        depth = 1.0 if until is None else (until + PARTIAL_LAYER) / self.num_layers
-        self._charge(positions, depth)
-        return Probe(torch.from_numpy(positions), hook, until, absent)
+    ) -> RepairStep:
+        self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
+        return RepairStep(torch.from_numpy(positions), hook, until, absent)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""
@@ -278,9 +280,9 @@ class MovedText:
         computed = self.plan.num_moved + attention_share * moved_keys
         return (self.charged_tokens + attention_share * self.charged_keys) / computed
 
-    def top(self, scores: Floats, num_rows: int, without: Which | None = None) -> Which:
-        """The ``num_rows`` moved rows that score highest, ``without`` some of them."""
-        candidates = np.flatnonzero(self.rows if without is None else self.rows & ~without)
+    def top(self, scores: Floats, num_rows: int) -> Which:
+        """The ``num_rows`` moved rows that score highest."""
+        candidates = np.flatnonzero(self.rows)
         others = len(candidates) - num_rows
         ranked = scores[candidates].argpartition(min(others, len(candidates) - 1))
         chosen = np.zeros_like(self.rows)

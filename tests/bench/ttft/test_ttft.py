@@ -18,7 +18,13 @@ from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.setting import Setting
 from kvboost.bench.texts.prompts import Unread
 from kvboost.bench.ttft import report
-from kvboost.bench.ttft.chat import ANSWER_TOKENS, QUESTION_TOKENS, Chat, conversation, measure_chat
+from kvboost.bench.ttft.chat import (
+    ANSWER_TOKENS,
+    QUESTION_TOKENS,
+    Chat,
+    conversation,
+    measure_chat,
+)
 from kvboost.bench.ttft.patterns import (
     CONTENDERS,
     TTFT,

@@ -14,7 +14,7 @@ from kvboost.bench.quality.rows import DEFAULT_KEPT, LongAnswer, Row
 from kvboost.bench.quality.tasks import Asking, LongQuestion
 from kvboost.bench.texts.prompts import fragments, num_shared
 from kvboost.bench.texts.questions import Question
-from kvboost.config import MOST_CONTEXTS
+from kvboost.config import CONTROL, MOST_CONTEXTS
 from kvboost.results import kl_divergence
 
 if TYPE_CHECKING:
@@ -50,11 +50,6 @@ class Cell:
 
     strategy: str
     ratio: float
-    tolerance: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.strategy if self.tolerance is None else f"{self.strategy} {self.tolerance:g}"
 
 
 @dataclass(frozen=True)
@@ -207,12 +202,11 @@ class Asked:
 
     def served(self, donor: str, cell: Cell, salt: str, paid: float | None = None) -> Row:
         """``paid``: what ``auto`` has paid per moved row, for a control with the same budget."""
-        is_control = cell.strategy == "random" and paid is not None
+        is_control = cell.strategy == CONTROL and paid is not None
         how: dict[str, Any] = {
             "cache_salt": salt,
             "recompute_strategy": cell.strategy,
             "recompute_ratio": min(1.0, paid or 0.0) if is_control else cell.ratio,
-            "recompute_tolerance": cell.tolerance,
         }
         scored = self._engine.score(self.prompt, self.answer, **how)
         if donor != EXACT and not scored.reuse.count(SpanKind.MOVED):
@@ -226,13 +220,12 @@ class Asked:
             Comparison.of(self.logits, scored.logits),
             how,
             donor=donor,
-            strategy=cell.name,
+            strategy=cell.strategy,
             ratio=cell.ratio,
             ttft_ratio=scored.timings.total_ms / self._full_ms,
             ttft_ms=scored.timings.total_ms,
             charged_share=scored.reuse.charged_share,
             charged_flops=scored.reuse.charged_flops,
-            expected_kl=scored.reuse.expected_kl,
             hit_rate=scored.reuse.kv_reuse_ratio,
             **asdict(cost),
         )

@@ -64,8 +64,6 @@ class Row:
     charged_flops: float = 0.0
     """The cost of repair, as a share of the arithmetic of computing all moved rows."""
     kl_by_token: tuple[float, ...] = ()
-    expected_kl: float | None = None
-    """The KL of the first token that ``auto`` expected."""
     no_context_f1: float | None = None
     """Of the answer without passages."""
     no_context_kl: float | None = None

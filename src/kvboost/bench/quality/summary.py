@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from kvboost.bench.kit.figures import Figure, draw_lines
-from kvboost.bench.kit.stats import paired_bootstrap, spearman
+from kvboost.bench.kit.stats import paired_bootstrap
 from kvboost.bench.kit.tables import dim, ms, percent, table
 from kvboost.bench.quality.long_summary import LongSummary, summarize_long
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, Row
@@ -24,8 +24,6 @@ ANSWERED_F1 = 0.5
 """Full prefill answers a question if its F1 is at least this."""
 LEAST_GAP = 0.02
 """If passages gain less F1 than this, the share of it that is kept says nothing."""
-LEAST_RANKED = 10
-"""Questions that can be ranked."""
 TOKEN_GROUPS = ((0, 1), (1, 4), (4, 8), (8, 16))
 """The tokens of an answer whose KL is shown together."""
 COLUMNS = dim(
@@ -43,7 +41,6 @@ FLOPs    what repair cost, as a share of the arithmetic of computing all moved r
 90 %     90th percentile of KL over questions; then the mean KL of single tokens of the answer
 answered F1 on the questions that full prefill answers
 within   whether F1 is lower than full prefill's by less than --margin (one-sided, 95 %)
-rank     how well the KL that auto expected ranks questions by their KL (Spearman)
 gap      share of the gap recovered, as KVShareArena defines it:
          (F1 - F1 without passages) / (F1 of full prefill - F1 without passages)
          and in KL: 1 - KL / KL without passages
@@ -86,8 +83,6 @@ class Summary:
     """The share of the gap recovered: 0 as without passages, 1 as full prefill."""
     gap_kl: float | None
     """One minus the mean KL as a share of the mean KL without passages."""
-    rank_agreement: float | None
-    """Spearman's correlation of KL with the KL that ``auto`` expected."""
     ttft_ratio: float
     charged_share: float
     charged_flops: float
@@ -148,7 +143,6 @@ def _summary(
         answered_f1=statistics.mean(answered) if answered else None,
         gap_f1=_gap_f1(rows),
         gap_kl=_gap_kl(rows),
-        rank_agreement=_rank_agreement(rows),
         ttft_ratio=statistics.median(row.ttft_ratio for row in rows),
         charged_share=mean("charged_share"),
         charged_flops=mean("charged_flops"),
@@ -190,14 +184,6 @@ def _gap_kl(rows: Sequence[Row]) -> float | None:
     return 1 - sum(row.kl for row in rows) / sum(without)
 
 
-def _rank_agreement(rows: Sequence[Row]) -> float | None:
-    """None if there are too few rows to rank."""
-    pairs = [(row.expected_kl, row.kl) for row in rows if row.expected_kl is not None]
-    if len(pairs) < LEAST_RANKED:
-        return None
-    return spearman(*zip(*pairs, strict=True))
-
-
 def pool(summaries: Sequence[Summary], donors: Sequence[str]) -> dict[tuple[str, float], float]:
     """Mean KL per strategy and ratio over several donor kinds."""
     pooled: dict[tuple[str, float], list[float]] = {}
@@ -228,7 +214,7 @@ def quality_tables(
         yield table(
             "",
             ("strategy",),
-            ("ratio", "FLOPs", "90 %", *tokens, "answered", "within", "rank"),
+            ("ratio", "FLOPs", "90 %", *tokens, "answered", "within"),
             [_more_cells(one, margin) for one in own],
         )
         yield table(
@@ -267,7 +253,6 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
         *(f"{statistics.mean(group):.3f}" if group else "–" for group in groups),
         "–" if one.answered_f1 is None else f"{one.answered_f1:.2f} ({one.answered})",
         "yes" if one.is_within(margin) else "no",
-        "–" if one.rank_agreement is None else f"{one.rank_agreement:.2f}",
     ]
 
 

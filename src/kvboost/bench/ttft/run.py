@@ -26,7 +26,13 @@ from kvboost.bench.ttft.patterns import (
     measure_decode,
     measure_ttft,
 )
-from kvboost.bench.ttft.peers import DOCUMENTS, INTRO_TOKENS, LENGTHS, PeerTime, measure_peers
+from kvboost.bench.ttft.peers import (
+    DOCUMENTS,
+    INTRO_TOKENS,
+    LENGTHS,
+    PeerTime,
+    measure_peers,
+)
 from kvboost.progress import Progress
 
 CONVERSATIONS = 5

@@ -69,8 +69,6 @@ class LearnedPolicy(LeafQueuePolicy):
     Until the model has predicted returns better than recency, and whenever it no longer does,
     chunks are evicted least recently used first, with expensive and small chunks staying longer. So
     traffic without any pattern is served as by LRU, and a scan over new text evicts little else.
-
-    ``use_importance`` multiplies the value of a chunk by its :attr:`Entry.importance`.
     """
 
     PROBES = 4
@@ -81,9 +79,8 @@ class LearnedPolicy(LeafQueuePolicy):
     """The number of evicted chunks that are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
 
-    def __init__(self, *, use_importance: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._use_importance = use_importance
         self._memories: dict[ChunkKey, _Memory] = {}
         self._left: OrderedDict[ChunkKey, None] = OrderedDict()
         self._model = ReturnModel(self.PROBES)
@@ -218,8 +215,7 @@ class LearnedPolicy(LeafQueuePolicy):
             visit.pause = int(gap) if continues else None
 
     def _density(self, entry: Entry) -> float:
-        density = entry.cost / max(1, entry.nbytes)
-        return density * entry.importance if self._use_importance else density
+        return entry.cost / max(1, entry.nbytes)
 
     def _rank(self, node: Node) -> Rank:
         memory = self._memories[node.entry.key]

@@ -27,8 +27,6 @@ class Entry:
     nbytes: int
     cost: float
     """The cost of computing it again, in any unit that is the same for all."""
-    importance: float = 1.0
-    """Its importance relative to an ordinary chunk; used only by policies that are told to."""
 
 
 Study = Callable[[], Callable[[], None]]

@@ -176,15 +176,16 @@ class Forward:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have KV of their own and of one shape, keys and values."""
-        alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
+        alike = len(self.shape.groups) == 1 and self.shape.groups[0].sides == 2
         all_layers = range(self.model.config.get_text_config().num_hidden_layers)
         return alike and list(self.layers) == list(all_layers)
 
     @property
     def uniform_shape(self) -> KVShape:
         """The shape of all layers, for what serves only models in which they are alike."""
-        assert isinstance(self.shape, KVShape) and self.shape.sides == 2
-        return self.shape
+        (shape,) = self.shape.groups
+        assert shape.sides == 2
+        return shape
 
     @property
     def device(self) -> torch.device:

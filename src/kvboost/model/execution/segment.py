@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +69,14 @@ class Hook:
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None
     """The arguments of which another rank makes the same hook, if it can."""
+    is_complete: Callable[[], bool] | None = None
+    """Whether it has seen all, if a GPU may still be at it."""
+    averages = False
+    """Whether what it observes is the mean over heads, and not the sum."""
+
+    def observed(self) -> torch.Tensor | None:
+        """What it has found out about the heads of this rank; None if it finds out nothing."""
+        return None
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Called before the segment's fresh rows, ``[rows, kv_heads, dim]``, are written over what

@@ -29,7 +29,6 @@ from kvboost.reuse.paged.graphs import (
     FixedShift,
 )
 from kvboost.reuse.paged.hooks import (
-    ANSWERED,
     PROBES,
     REPAIRS,
     ROWS,
@@ -158,7 +157,7 @@ class SegmentForwards:
 
     def size_for(self, kind: str, rows: int) -> int:
         """The number of rows that a forward of this kind computes for ``rows``."""
-        return PROBE_ROWS if kind in (PROBES, ANSWERED) else self.bucket_of(max(2, rows))
+        return PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, rows))
 
     def record(self, kind: str, size: int) -> None:
         """Records a forward before a request needs it. It runs padding."""
@@ -195,7 +194,7 @@ class SegmentForwards:
             kind is not None
             and kind not in self._refused
             and kv.slab is self.slab
-            and len(segment) <= (PROBE_ROWS if kind in (PROBES, ANSWERED) else self.most_rows)
+            and len(segment) <= (PROBE_ROWS if kind == PROBES else self.most_rows)
             and segment.num_logits <= (MOST_SCORED if kind == SCORED else 1)
             and segment.sampler is None
             and not segment.as_stock
@@ -235,11 +234,11 @@ class SegmentForwards:
 
     def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
-        probes = kind in (PROBES, ANSWERED)
+        probes = kind == PROBES
         rows = FixedRows(kernels, self._heads, size, capacity, in_pages=probes)
         hook: FixedHook[Any] | None = None
         if probes:
-            hook = FixedMass(kernels, rows, ends=kind == PROBES)
+            hook = FixedMass(kernels, rows)
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity, rows.table)
         batch: CapturedBatch | None = None
@@ -275,6 +274,6 @@ def _kind(segment: Segment) -> str | None:
     """The kind of forward that a segment is; None if it is another."""
     rows = ROWS if segment.num_logits <= 1 else SCORED
     kind = rows if segment.hook is None else segment.hook.kind
-    if segment.absent is not None and kind not in (PROBES, ANSWERED):
+    if segment.absent is not None and kind != PROBES:
         return None
     return kind if (segment.until is not None) == (kind == PROBES) else None

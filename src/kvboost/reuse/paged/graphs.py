@@ -289,10 +289,9 @@ class FixedShift(FixedHook[PagedShift | None]):
 
 class FixedMass(FixedHook[PagedMass]):
     """The attention of ``rows``, the last ones of any prompt. Nothing in the forward sees rows that
-    are absent: they are not computed yet. ``ends``: whether it ends in the last layer that is
-    observed."""
+    are absent: they are not computed yet. The forward ends in the last layer that is observed."""
 
-    def __init__(self, kernels: GpuKernels, rows: FixedRows, *, ends: bool = True) -> None:
+    def __init__(self, kernels: GpuKernels, rows: FixedRows) -> None:
         device, capacity = kernels.pages.device, rows.paged.end
         self._kernels, self._rows = kernels, rows.paged
         self._bands = probed_layers(len(kernels.pages.caches))
@@ -308,7 +307,6 @@ class FixedMass(FixedHook[PagedMass]):
         self._end = 0
         """From here on, all keys are absent."""
         self._mass = torch.zeros(2, KINDS, capacity, device=device)
-        self._ends = ends
         self.hidden = self._absent
 
     def begin(self) -> None:
@@ -328,7 +326,7 @@ class FixedMass(FixedHook[PagedMass]):
             absent=self._absent,
             sinks=rules.sinks,
         )
-        if layer == self._bands.last and self._ends:
+        if layer == self._bands.last:
             raise EnoughLayers
 
     def load(self, hook: PagedMass) -> bool:

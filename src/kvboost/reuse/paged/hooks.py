@@ -11,8 +11,6 @@ from kvboost.model.execution.segment import Rules
 
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
 """Kinds of captured forwards. One of rows has no hook; those of the others say their kind."""
-ANSWERED = "probes with an answer"
-"""Probes that go through all layers."""
 SCORED = "rows with several logits"
 """Rows that heal during an answer, and those of the answer, which they are compared with."""
 

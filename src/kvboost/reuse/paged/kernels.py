@@ -20,7 +20,7 @@ from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
-from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, EnoughLayers
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
 from kvboost.reuse.probe import KINDS, AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
@@ -212,11 +212,12 @@ def _numbered(kinds: Sequence[int]) -> list[int]:
 class PagedMass(Hook):
     """Gives ``seen`` the attention of the last rows of a forward, which are at ``rows``."""
 
+    kind = PROBES
+
     def __init__(
         self, kernels: GpuKernels, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor
     ) -> None:
         self.seen, self.num_rows = seen, len(rows)
-        self.kind = PROBES if seen.ends else ANSWERED
         self._kernels, self._rows, self._table = kernels, rows, table
         self._tiled: TiledRows | None = None
 
@@ -242,8 +243,7 @@ class PagedMass(Hook):
         )
         if layer == self.seen.bands.last:
             self.give(self._mass)
-            if self.seen.ends:
-                raise EnoughLayers
+            raise EnoughLayers
 
     def give(self, mass: torch.Tensor) -> None:
         """Hands over what was seen. The host goes on meanwhile."""

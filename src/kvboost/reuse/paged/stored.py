@@ -29,7 +29,6 @@ class PagedData(KVData):
             "first": first,
             "num_rows": num_rows,
             "is_whole": is_whole,
-            "key_norm": 0.0,
         }.items():
             object.__setattr__(self, name, value)
 

@@ -27,7 +27,9 @@ def test_plan_reports_without_running_anything(engine) -> None:
 def test_documents_are_read_after_one_another(engine, monkeypatch) -> None:
     read = []
     monkeypatch.setattr(
-        engine, "_warm", lambda one, *_: read.append(engine.decode(one.token_ids.tolist())) or 1
+        engine._documents,
+        "_warm",
+        lambda text, *_: read.append(engine.decode(text[0].token_ids.tolist())) or 1,
     )
     documents = ["one. ", "two. ", "three. "]
     assert engine.warm(documents, header="Read: ", contexts=4) == 9  # none after itself
