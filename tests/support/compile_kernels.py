@@ -21,6 +21,7 @@ from kvboost.model.triton import (
     mass,
     move,
     shift,
+    take,
     write,
 )
 
@@ -118,6 +119,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
     (move._move_kernel, "bf16", {"share": None}),
+    (take._take_kernel, "bf16", {"items": "*i64", "table": "*i64"}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
     (shift._shift_kernel, "bf16", {}),
     (codes._multiply_kernel, "bf16", {"BITS": 8, "GROUP": 16, "BIAS": False}),

@@ -361,8 +361,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
-        for keep in connector_metadata.keeps:
-            self._worker.keep(keep)
+        if connector_metadata.keeps:
+            self._worker.keep(connector_metadata.keeps)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
