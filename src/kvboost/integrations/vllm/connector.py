@@ -11,7 +11,6 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from kvboost.cache.events.layout import medium
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
 from kvboost.integrations.vllm.commands import Commands
+from kvboost.integrations.vllm.later import Ended, Later
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.metrics import Metrics, Stats
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+LATER_ROWS, IDLE_ROWS = 4096, 32_768
+"""Rows of requests that were put off and are kept together: beside others, and alone."""
 
 logger = init_logger("vllm.kvboost")
 
@@ -96,8 +99,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: BlockPool | None = None
         self._served: dict[str, Served] = {}
         self._step = Step()
-        self._ended: list[Callable[[], None]] = []
-        """What is left to do for requests whose answers are on their way."""
+        self._ended: list[Ended] = []
+        """Requests whose answers are on their way, and of which rows are to be kept."""
+        # What is on disk or remote also serves others, and routers are told what is kept.
+        engine = self._options.engine
+        is_shared = self._is_heard or engine.disk_cache_dir or engine.remote_cache_url
+        self._later = Later(self._page, self._tally.put_off, is_on=not is_shared)
 
     # The scheduler's side.
 
@@ -176,14 +183,20 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
             served.load, served.is_loading = replace(load, pages=pages), True
             self._tally.start(request.request_id)
+            self._later.on_load()
             self._step.loads.append(served.load)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         self._finish_ended()
+        is_busy = scheduler_output.total_num_scheduled_tokens > 0
+        if not is_busy:
+            self._keep_later(IDLE_ROWS)
         step, self._step = self._step, Step()
-        step.orders = self._commands.take_orders()
-        step.is_busy = scheduler_output.total_num_scheduled_tokens > 0
+        step.orders, step.is_busy = self._commands.take_orders(), is_busy
+        if is_busy:
+            # With the next step: vLLM already names pages that this step is about to compute.
+            self._keep_later(LATER_ROWS)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -229,7 +242,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._tally.cancel(request_id)
             self._step.cancelled.append(request_id)
             return
-        if not served.is_kept or not self._serves(request):
+        if not served.is_kept or served.asked.mode == "off" or not self._serves(request):
             return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
@@ -239,33 +252,38 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             if load is not None and load.first <= exact_rows:
                 exact_rows = max(exact_rows, load.exact_rows)
             exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
-        pages = tuple(block_ids)
-        self._ended.append(lambda: self._keep(request, served, pages, exact_rows, exact_pages))
+        ended = Ended(request, served.asked, served.salt, tuple(block_ids), exact_rows, exact_pages)
+        if not self._later.puts_off(ended, len(self._served)):
+            self._ended.append(ended)
 
     def _finish_ended(self) -> None:
         """Enters what ended requests leave. Their answers need not wait for that, so it is done
         when the next step is planned."""
         ended, self._ended = self._ended, []
-        for finish in ended:
-            finish()
+        for one in ended:
+            self._keep(one)
 
-    def _keep(
-        self,
-        request: Request,
-        served: Served,
-        pages: tuple[int, ...],
-        exact_rows: int,
-        exact_pages: int,
-    ) -> None:
-        token_ids = prompt_ids(request.all_token_ids[:exact_rows])
-        asked, salt = served.asked, served.salt
-        keep, replaced = self._planner.keep(token_ids, pages, salt, asked)
+    def _keep_later(self, most_rows: int) -> None:
+        """Enters some requests that were put off, if it is time."""
+        if self._later.is_time(len(self._served)):
+            for one in self._later.take(most_rows, self._page_of):
+                self._keep(one)
+
+    def _page_of(self, page_hash: Any) -> int | None:
+        """The page that vLLM's prefix cache has under a hash."""
+        found = None if self._pool is None else self._pool.get_cached_block(page_hash, [0])
+        return found[0].block_id if found else None
+
+    def _keep(self, ended: Ended) -> None:
+        request, asked, salt = ended.request, ended.asked, ended.salt
+        token_ids = prompt_ids(request.all_token_ids[: ended.exact_rows])
+        keep, replaced = self._planner.keep(token_ids, ended.pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
-        if asked.mode != "off" and request.cache_salt is None and request.lora_request is None:
+        if request.cache_salt is None and request.lora_request is None:
             # Salts and adapters would have to be published with the blocks.
-            self._planner.announce(request.block_hashes[:exact_pages], token_ids, salt)
+            self._planner.announce(ended.hashes, token_ids, salt)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -312,6 +330,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Forgets everything."""
         self._finish_ended()
+        self._later.forget()
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True
@@ -338,9 +357,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return served
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:
-        for one in self._served.values() if command.name == "forget" else ():
-            # Its tokens may be in the rows that requests compute now.
-            one.is_kept &= one.salt != salt
+        if command.name == "forget":
+            self._later.forget(salt)
+            for one in self._served.values():
+                # Its tokens may be in the rows that requests compute now.
+                one.is_kept &= one.salt != salt
         self._commands.begin(request_id, command, salt)
 
     def _serves(self, request: Request) -> bool:
