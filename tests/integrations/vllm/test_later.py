@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvboost.integrations.vllm.later import (
     FEW,
@@ -13,6 +13,7 @@ from kvboost.integrations.vllm.later import (
     Later,
 )
 from kvboost.integrations.vllm.options import RequestOptions
+from kvboost.integrations.vllm.planner import prompt_ids
 
 PAGE = 16
 ASKED = RequestOptions("repaired", 0.15)
@@ -21,13 +22,14 @@ ASKED = RequestOptions("repaired", 0.15)
 @dataclass
 class Request:
     block_hashes: list[bytes]
+    all_token_ids: list[int] = field(default_factory=list)
 
 
 def ended(name: str, pages: int = 3, salt: str = "", rows: int | None = None) -> Ended:
     """Its hashes are those of every other with this name, as far as both go."""
     hashes = [f"{name} {page}".encode() for page in range(pages)]
     exact_rows = pages * PAGE + 5 if rows is None else rows
-    return Ended(Request(hashes), ASKED, salt, tuple(range(pages + 1)), exact_rows, pages)
+    return Ended(Request(hashes), None, ASKED, salt, tuple(range(pages + 1)), exact_rows, pages)
 
 
 def find(page_hash: bytes) -> int:
@@ -139,3 +141,11 @@ def test_what_is_forgotten_is_not_kept_later() -> None:
     busy.end(ended("c"))
     busy.later.forget()
     assert not len(busy.later)
+
+
+def test_tokens_of_the_prompt_are_taken_from_where_they_are_at_hand() -> None:
+    one = replace(ended("a", rows=40), prompt=prompt_ids(range(30)))
+    one.request.all_token_ids = list(range(50))
+    assert one.exact_ids().tolist() == list(range(40))
+    assert replace(one, prompt=None).exact_ids().tolist() == list(range(40))
+    assert replace(one, exact_rows=20).exact_ids().tolist() == list(range(20))

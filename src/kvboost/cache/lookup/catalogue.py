@@ -72,10 +72,12 @@ class Catalogue:
         ``token_ids`` makes it useless."""
         return self._tree.leaf_extended_by(parent, token_ids)
 
-    def sibling(self, parent: ChunkKey, token_ids: TokenIds) -> tuple[ChunkKey, int] | None:
+    def sibling(
+        self, parent: ChunkKey, token_ids: TokenIds, order: bytes | None = None
+    ) -> tuple[ChunkKey, int] | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``, and how
-        many those are."""
-        best = self._tree.best_child(parent, token_ids)
+        many those are. ``order``: the tokens as sortable bytes, if they are at hand."""
+        best = self._tree.best_child(parent, token_ids, order)
         return (best.key, best.num_tokens) if best else None
 
     def infos(self) -> dict[ChunkKey, ChunkInfo]:

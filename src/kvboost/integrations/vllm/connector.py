@@ -37,6 +37,7 @@ from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_
 from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.tally import Tally, usage
 from kvboost.integrations.vllm.worker import Worker
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +62,8 @@ class Served:
 
     asked: RequestOptions
     salt: str
+    token_ids: TokenIds | None = None
+    """Of its prompt, once they were needed."""
     error: str = ""
     """Why what it asks could not be read."""
     is_kept: bool = True
@@ -160,9 +163,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # If vLLM has no pages for a request, it asks in every step.
         asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
         if served.planned[0] != asked:
-            ids = prompt_ids(request.prompt_token_ids or ())
+            if served.token_ids is None:
+                served.token_ids = prompt_ids(request.prompt_token_ids or ())
             load = self._planner.plan(
-                request_id, ids, num_computed_tokens, served.salt, served.asked
+                request_id, served.token_ids, num_computed_tokens, served.salt, served.asked
             )
             served.planned = asked, load
         if (load := served.planned[1]) is None:
@@ -252,7 +256,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             if load is not None and load.first <= exact_rows:
                 exact_rows = max(exact_rows, load.exact_rows)
             exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
-        ended = Ended(request, served.asked, served.salt, tuple(block_ids), exact_rows, exact_pages)
+        ids, asked, salt = served.token_ids, served.asked, served.salt
+        pages = tuple(block_ids)
+        ended = Ended(request, ids, asked, salt, pages, exact_rows, exact_pages)
         if not self._later.puts_off(ended, len(self._served)):
             self._ended.append(ended)
 
@@ -276,7 +282,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _keep(self, ended: Ended) -> None:
         request, asked, salt = ended.request, ended.asked, ended.salt
-        token_ids = prompt_ids(request.all_token_ids[: ended.exact_rows])
+        token_ids = ended.exact_ids()
         keep, replaced = self._planner.keep(token_ids, ended.pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
@@ -353,7 +359,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 asked = replace(asked, mode="exact")
         salt = salt_of(request.cache_salt, name)
         is_kept = not self._commands.is_forgetting(salt)
-        served = self._served[request_id] = Served(asked, salt, error, is_kept)
+        served = self._served[request_id] = Served(asked, salt, error=error, is_kept=is_kept)
         return served
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:

@@ -12,7 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvboost.integrations.vllm.options import RequestOptions
+from kvboost.integrations.vllm.planner import prompt_ids
+from kvboost.tokens.hashing import TokenIds
 
 MANY, FEW = 4, 2
 """With as many requests at a time, each millisecond between two steps counts; with as few, there is
@@ -30,6 +34,8 @@ class Ended:
     """A request that has ended. ``request`` is vLLM's."""
 
     request: Any
+    prompt: TokenIds | None
+    """The tokens of its prompt, if they are at hand."""
     asked: RequestOptions
     salt: str
     pages: tuple[int, ...]
@@ -42,6 +48,13 @@ class Ended:
         """Of its exact pages, as far as vLLM's prefix cache names them."""
         hashes: Sequence[Any] = self.request.block_hashes[: self.exact_pages]
         return hashes
+
+    def exact_ids(self) -> TokenIds:
+        """The tokens of its exact rows."""
+        if self.prompt is None:
+            return prompt_ids(self.request.all_token_ids[: self.exact_rows])
+        rest = prompt_ids(self.request.all_token_ids[len(self.prompt) : self.exact_rows])
+        return np.concatenate([self.prompt[: self.exact_rows], rest])
 
 
 class Later:

@@ -178,10 +178,11 @@ class Planner:
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the tree for these weights and ``salt``."""
-        return root_key(self._fingerprint, salt, secret=self._naming)
+        return _root(self._fingerprint, salt, self._naming)
 
     def repair(self, asked: RequestOptions) -> RepairParams:
-        return replace(self._options.engine.repair, ratio=asked.ratio)
+        usual = self._options.engine.repair
+        return usual if asked.ratio == usual.ratio else replace(usual, ratio=asked.ratio)
 
     def plan(
         self, request_id: str, token_ids: TokenIds, local: int, salt: str, asked: RequestOptions
@@ -204,11 +205,13 @@ class Planner:
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
             in_remote = self._in_remote.ask(root, ids, moved_before, lookup)
-        known = lookup()
-        plan = make_plan(total, known, local)
-        if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
-            plan = plan.without_moved()
-        load = self._load(request_id, token_ids, local, plan, repair)
+        known, load = lookup(), None
+        end = known.in_place[-1].end if known.in_place else 0
+        if known.moved or end - local >= LEAST_ROWS:
+            plan = make_plan(total, known, local)
+            if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
+                plan = plan.without_moved()
+            load = self._load(request_id, token_ids, local, plan, repair)
         if load is not None and load.moved:
             load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
@@ -321,6 +324,11 @@ class Planner:
         for info in changes.added:
             if info.key not in self._index:
                 self._index.add(info, "disk")
+
+
+@lru_cache(maxsize=4096)
+def _root(fingerprint: str, salt: str, naming: bytes) -> ChunkKey:
+    return root_key(fingerprint, salt, secret=naming)
 
 
 @lru_cache(maxsize=256)
