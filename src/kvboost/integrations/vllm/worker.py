@@ -269,8 +269,10 @@ class Worker:
         the same step: the forwards that follow run in all of them together."""
         infos = load.infos
         coming: Future[Brought] = Future()
-        if self._is_near and self._data.is_ready([info.key for info in infos]):
-            coming.set_result((self._data.fetch(infos), None))
+        if self._is_near and (here := self._data.at_hand(infos)) is not None:
+            # Our thread may have brought some of them for another load, and may be at it still.
+            brought = None if self._stream is None else self._stream.record_event()
+            coming.set_result((here, brought))
         else:
             rows = sum(info.num_tokens for info in infos)
             if is_ahead := rows + sum(self._ahead.values()) <= AHEAD_ROWS:
