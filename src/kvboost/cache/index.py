@@ -51,6 +51,10 @@ class Index:
         """What is known of ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
         return self._catalogue.match(root, token_ids, moved_before, "", self._tiers.get)
 
+    def may_hold(self, root: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens is in an exact chunk of ``root``, at any position."""
+        return self._catalogue.may_hold(root, token_ids)
+
     def add(self, info: ChunkInfo, tier: str) -> None:
         """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
         if not self.naming.can_use(info):

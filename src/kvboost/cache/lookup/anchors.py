@@ -137,6 +137,12 @@ class AnchorIndex:
                 del donors[number - offset]
             self._counts[value % _SLOTS] -= 1
 
+    def has_any(self, space: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens has the hash of one that anchors a chunk."""
+        hashes = hashes_in(space, window_polynomials(token_ids, self._window))
+        (maybe,) = self._filter[_slots(hashes)].nonzero()
+        return any(value in self._donors for value in hashes[maybe].tolist())
+
     def windows(self, keys: Sequence[ChunkKey]) -> Windows:
         """The windows by which ``keys``, which must be known here, are anchored."""
         some = [self._chunks[key] for key in keys]

@@ -164,6 +164,10 @@ class Catalogue:
         prefix = [(row, end)] if end > row else []
         return [*prefix, *((run.start, run.end) for run in runs)]
 
+    def may_hold(self, root: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens anchors an exact chunk of ``root``."""
+        return self._anchors.has_any(root, token_ids)
+
     def before(self, key: ChunkKey, offset: int, count: int) -> TokenIds:
         """The ``count`` tokens before token ``offset`` of a chunk, as far as they are known."""
         info = self._infos.get(key)

@@ -163,12 +163,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # If vLLM has no pages for a request, it asks in every step.
         asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
         if served.planned[0] != asked:
-            if served.token_ids is None:
-                served.token_ids = prompt_ids(request.prompt_token_ids or ())
-            load = self._planner.plan(
-                request_id, served.token_ids, num_computed_tokens, served.salt, served.asked
-            )
-            served.planned = asked, load
+            served.planned = asked, self._plan(request, served, num_computed_tokens)
         if (load := served.planned[1]) is None:
             return 0, False
         if branch is None and load.exact_rows < load.end:
@@ -177,6 +172,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
             )
         return load.end - num_computed_tokens, True
+
+    def _plan(self, request: Request, served: Served, local: int) -> Load | None:
+        token_ids, salt = request.prompt_token_ids or (), served.salt
+        if not self._planner.may_know(token_ids, local, salt, served.asked):
+            return None
+        if served.token_ids is None:
+            served.token_ids = prompt_ids(token_ids)
+        return self._planner.plan(request.request_id, served.token_ids, local, salt, served.asked)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
