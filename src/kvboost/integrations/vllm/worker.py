@@ -368,12 +368,17 @@ class Worker:
                 ready.wait()
             for infos, rows_of in taken:
                 chunks = [
-                    KVChunk(replace(info, nbytes=rows.nbytes), plain(rows))
-                    for info, rows in zip(infos, rows_of(), strict=True)
+                    _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
                 ]
                 if self._stream is not None:
                     self._stream.synchronize()  # from now on they may be read on another stream
                 self._data.put(chunks)
+
+
+def _chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
+    """The same ``info`` if it says the right size: plans that name it need not be compared."""
+    same = info.nbytes == rows.nbytes
+    return KVChunk(info if same else replace(info, nbytes=rows.nbytes), plain(rows))
 
 
 def _take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
