@@ -53,6 +53,8 @@ def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for name in set(sys.modules) - known:
             if name.startswith(("vllm", OURS)):
                 del sys.modules[name]
+                parent, _, short = name.rpartition(".")
+                vars(sys.modules.get(parent, connector)).pop(short, None)
 
 
 class Pool:
