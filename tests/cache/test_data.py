@@ -72,6 +72,17 @@ def test_what_is_put_is_fetched_as_it_was(open_data: Open) -> None:
     assert data.take_gone() == [] and data.stats()["ram"].hits == 3
 
 
+def test_at_hand_are_chunks_of_the_fastest_tier_that_are_as_planned(open_data: Open) -> None:
+    data, chunks = open_data(ram=2, disk=True), text(1, 2)
+    data.put(chunks)
+    data.flush()
+    infos = [chunk.info for chunk in chunks]
+    assert data.at_hand(infos) == chunks
+    assert data.at_hand([infos[0], replace(infos[1], base_position=8)]) is None
+    data.put(text(3, 4))
+    assert data.at_hand(infos) is None and is_there(data, chunks)
+
+
 def test_what_is_evicted_is_reported_once(open_data: Open) -> None:
     data, old, new = open_data(ram=3), text(1, 2), text(3, 4)
     data.put(old)

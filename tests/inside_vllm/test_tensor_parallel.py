@@ -167,7 +167,7 @@ def make_late(_: object) -> None:
     worker = here()
     if get_tensor_model_parallel_rank() == 1:
         worker._thread = Late(worker._thread)
-        worker._data.is_ready = lambda keys: False
+        worker._data.at_hand = lambda planned: None
 
 
 def make_punctual(_: object) -> int:
@@ -175,7 +175,7 @@ def make_punctual(_: object) -> int:
     if get_tensor_model_parallel_rank() == 0:
         return 0
     late, worker._thread = worker._thread, worker._thread._thread
-    del worker._data.is_ready
+    del worker._data.at_hand
     return int(late.asked)
 
 

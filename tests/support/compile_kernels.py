@@ -22,6 +22,7 @@ from kvboost.model.triton import (
     mass,
     move,
     shift,
+    take,
     write,
 )
 
@@ -140,6 +141,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
     (move._move_kernel, "bf16", {"share": None}),
+    (take._take_kernel, "bf16", {"items": "*i64", "table": "*i64"}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
     (shift._shift_kernel, "bf16", {}),
     (codes._multiply_kernel, "bf16", {"BITS": 8, "GROUP": 16, "BIAS": False}),

@@ -55,6 +55,14 @@ class ChunkData:
         with self._lock:
             self._residency.order_new()
 
+    def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
+        """The planned chunks if all are in the fastest tier: nothing is copied. None otherwise."""
+        chunks = self._transfers.at_hand(planned)
+        if chunks is not None:
+            with self._lock:
+                self._residency.touch([chunk.key for chunk in chunks])
+        return chunks
+
     def fetch(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks; None if one is lost or is not what was planned."""
         keys = [info.key for info in planned]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.events import KVEvents
@@ -160,7 +161,7 @@ class EngineConfig:
     def image_limits(self) -> ImageLimits:
         return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
 
-    @property
+    @cached_property
     def repair(self) -> RepairParams:
         return RepairParams(
             self.recompute_strategy,

@@ -72,10 +72,12 @@ class Catalogue:
         ``token_ids`` makes it useless."""
         return self._tree.leaf_extended_by(parent, token_ids)
 
-    def sibling(self, parent: ChunkKey, token_ids: TokenIds) -> tuple[ChunkKey, int] | None:
+    def sibling(
+        self, parent: ChunkKey, token_ids: TokenIds, order: bytes | None = None
+    ) -> tuple[ChunkKey, int] | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``, and how
-        many those are."""
-        best = self._tree.best_child(parent, token_ids)
+        many those are. ``order``: the tokens as sortable bytes, if they are at hand."""
+        best = self._tree.best_child(parent, token_ids, order)
         return (best.key, best.num_tokens) if best else None
 
     def infos(self) -> dict[ChunkKey, ChunkInfo]:
@@ -161,6 +163,10 @@ class Catalogue:
         runs = self._anchors.find(self._tree, (root,), token_ids, row)
         prefix = [(row, end)] if end > row else []
         return [*prefix, *((run.start, run.end) for run in runs)]
+
+    def may_hold(self, root: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens anchors an exact chunk of ``root``."""
+        return self._anchors.has_any(root, token_ids)
 
     def before(self, key: ChunkKey, offset: int, count: int) -> TokenIds:
         """The ``count`` tokens before token ``offset`` of a chunk, as far as they are known."""

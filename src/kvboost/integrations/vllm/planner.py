@@ -36,6 +36,8 @@ LOAD_SECONDS = 0.006
 tokens, and its forwards alone would have saved 10. On a CPU it hardly counts."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
+GLANCED_ROWS = 4 * LEAST_ROWS
+"""If rows are known after those that vLLM has, some of the first of them are found by content."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,25 @@ class Planner:
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the tree for these weights and ``salt``."""
-        return root_key(self._fingerprint, salt, secret=self._naming)
+        return _root(self._fingerprint, salt, self._naming)
 
     def repair(self, asked: RequestOptions) -> RepairParams:
-        return replace(self._options.engine.repair, ratio=asked.ratio)
+        usual = self._options.engine.repair
+        return usual if asked.ratio == usual.ratio else replace(usual, ratio=asked.ratio)
+
+    def may_know(
+        self, token_ids: Sequence[int], local: int, salt: str, asked: RequestOptions
+    ) -> bool:
+        """Whether a plan for a prompt whose first ``local`` rows vLLM has could find something to
+        load. Where moved text would not pay, a glance at a few tokens tells: only chunks shorter
+        than a window, one after another, are overlooked."""
+        index, total = self._index, len(token_ids)
+        if index is None or asked.mode == "off" or total - 1 - local < LEAST_ROWS:
+            return False
+        if self._in_remote is not None or self._moved_before(local, total, asked):
+            return True
+        self._refresh()
+        return index.may_hold(self.root(salt), prompt_ids(token_ids[local : local + GLANCED_ROWS]))
 
     def plan(
         self, request_id: str, token_ids: TokenIds, local: int, salt: str, asked: RequestOptions
@@ -194,9 +211,7 @@ class Planner:
         self._refresh()
         total, repair, root = len(token_ids), self.repair(asked), self.root(salt)
         ids = token_ids[: total - 1]
-        moved_before = 0
-        if self._moves and asked.mode == "repaired" and self._may_pay(local, total, repair):
-            moved_before = max(0, total - LIVE_TOKENS)
+        moved_before = self._moved_before(local, total, asked)
 
         def lookup() -> KnownRows:
             return index.lookup(root, ids, moved_before=moved_before)
@@ -204,16 +219,25 @@ class Planner:
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
             in_remote = self._in_remote.ask(root, ids, moved_before, lookup)
-        known = lookup()
-        plan = make_plan(total, known, local)
-        if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
-            plan = plan.without_moved()
-        load = self._load(request_id, token_ids, local, plan, repair)
+        known, load = lookup(), None
+        end = known.in_place[-1].end if known.in_place else 0
+        if known.moved or end - local >= LEAST_ROWS:
+            plan = make_plan(total, known, local)
+            if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
+                plan = plan.without_moved()
+            load = self._load(request_id, token_ids, local, plan, repair)
         if load is not None and load.moved:
             load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
         index.remove([key for key in in_remote if key not in used])
         return load
+
+    def _moved_before(self, local: int, total: int, asked: RequestOptions) -> int:
+        """Before which row moved text is looked for; 0 if it is not."""
+        moves = self._moves and asked.mode == "repaired"
+        if not moves or not self._may_pay(local, total, self.repair(asked)):
+            return 0
+        return max(0, total - LIVE_TOKENS)
 
     def _may_pay(self, local: int, total: int, repair: RepairParams) -> bool:
         """Whether moving could pay if all rows from ``local`` on were known and hardly any had to
@@ -321,6 +345,11 @@ class Planner:
         for info in changes.added:
             if info.key not in self._index:
                 self._index.add(info, "disk")
+
+
+@lru_cache(maxsize=4096)
+def _root(fingerprint: str, salt: str, naming: bytes) -> ChunkKey:
+    return root_key(fingerprint, salt, secret=naming)
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,8 @@ SOURCES = ("exact", "moved", "recomputed", "computed")
 """Of the rows of a load. ``moved`` were used as they were stored, ``recomputed`` are moved ones
 that were computed again, and ``computed`` were not known."""
 OUTCOMES = ("loaded", "failed")
+PUT_OFF = ("kept", "dropped")
+"""What becomes of requests whose rows are to be kept later."""
 TIER_FIGURES = ("bytes", "max_bytes", "chunks")
 
 
@@ -64,6 +66,10 @@ class Tally:
         new = {"tokens": dict(+tokens), "loads": dict(loads)}
         merge(self._new, new if failed else {**new, "seconds": [seconds]})
 
+    def put_off(self, outcome: str) -> None:
+        """A request whose rows were to be kept later has been ``kept`` or ``dropped``."""
+        merge(self._new, {"put_off": {outcome: 1}})
+
     def hear(self, tiers: Mapping[int, Mapping[str, TierStats]]) -> None:
         """The present contents of some workers' tiers, by the worker's rank."""
         if tiers:
@@ -109,7 +115,7 @@ def sum_tiers(
 
 def merge(data: dict[str, Any], later: Mapping[str, Any]) -> None:
     """Adds to ``data`` what was counted ``later``. What is held is replaced."""
-    for name in ("tokens", "loads"):
+    for name in ("tokens", "loads", "put_off"):
         if counted := later.get(name):
             data[name] = dict(Counter(data.get(name, {})) + Counter(counted))
     if seconds := later.get("seconds"):

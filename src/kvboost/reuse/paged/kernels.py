@@ -19,6 +19,7 @@ from kvboost.model.triton.host import HostCopy
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
+from kvboost.model.triton.take import take
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
@@ -96,6 +97,13 @@ class GpuKernels:
         several = move.MovePlan.of(spans, turns, table, self._layers)
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
+
+    def take_rows(
+        self, spans: Sequence[tuple[int, int]], table: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Copies of rows of all layers, as chunks hold them. A span is ``(start, rows)``, counted
+        from the first row of the pages ``table``."""
+        return take(spans, table, self._layers)
 
     def _span(self, hit: Hit, data: KVData, rotation: int) -> move.StoredSpan:
         """The stored rows of a hit, in full precision, on the device."""
