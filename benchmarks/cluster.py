@@ -101,7 +101,7 @@ class Traffic:
 
 @dataclass
 class Served:
-    """What one policy gave, as the servers report it."""
+    """The result of one policy, as the servers report it."""
 
     prompt_tokens: int = 0
     not_computed: int = 0
@@ -125,7 +125,7 @@ class Served:
 
 @dataclass
 class Killed:
-    """What clients saw while a server was killed."""
+    """The outcomes that clients saw while a server was killed."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -274,7 +274,7 @@ def cluster(setting: Setting) -> Iterator[list[Running]]:
 
 
 def cache_bytes(setting: Setting, documents: int) -> int:
-    """What the KV of prompts about so many documents takes."""
+    """The bytes of the KV of prompts about so many documents."""
     config = json.loads((setting.folder / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

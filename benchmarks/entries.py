@@ -67,11 +67,6 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
-        "shuffles",
-        "Does reuse decay over a long stream of ever new orders, and what is lost at seams?",
-        "benchmarks.shuffles",
-    ),
-    Benchmark(
         "cluster",
         "What does routing by content gain over taking turns, and what if a server is killed?",
         "benchmarks.cluster",
@@ -107,18 +102,15 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
-    "gpu_kernels": "How fast are our Triton kernels on a GPU, against torch's and vLLM's?",
-    "healing": "What do verified answers and healing cost?",
+    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
+    "healing": "What does healing cost the steps of an answer on a GPU?",
     "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
-    "routing": "What does routing by content gain, on many requests?",
     "speculation": "What do drafted tokens gain, by task?",
     "states": "What does a model with states save when it resumes?",
-    "tenants": "Can one tenant tell by times what another has sent?",
     "traffic": "Which eviction policy keeps what comes back?",
-    "verified": "Are verified answers those of a full prefill, and how long do they take?",
     "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
-"""What each script answers."""
+"""The question of each script."""

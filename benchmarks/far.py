@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.entries import BENCHMARKS
-from benchmarks.far_check import same_answers
-from benchmarks.shapes import SHAPES, random_model
-from kvboost import StockModel
+from benchmarks.shapes import SHAPES, number_tokenizer, random_model
+from kvboost import EngineConfig, KVBoost, StockModel
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
@@ -31,6 +30,7 @@ from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import Segment
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import copy_rows
@@ -49,9 +49,12 @@ FILLED = 4096
 CHECKED = 2048
 """Rows of the comparison with all rows near."""
 ROUNDING = 0.1
-"""How far logits may be apart, relative to the largest: in bfloat16."""
+"""The largest distance of logits, relative to the largest logit: in bfloat16."""
 CHECKED_PROMPT = 6000
 """Tokens of the prompt that two engines answer."""
+LEAST_ROWS = 384
+"""Rows of the smaller engine: a third of the prompt, and not fewer than this."""
+ANSWER = 8
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GOAL_SHAPE, GOAL_TOKENS, GOAL_MEMORY = "7b", 256 * 1024, 8 << 30
 
@@ -191,7 +194,7 @@ class _Run:
 
     def _check_answers(self) -> None:
         tokens = min(CHECKED_PROMPT, self._settings.tokens)
-        found = same_answers(self._model, self._shape, VOCABULARY, tokens)
+        found = _same_answers(self._model, self._shape, VOCABULARY, tokens)
         self._figures["answers"] = found
         if not found["requests"] or not found["cached"]:
             self._problems.append(f"no request had far rows, or none a hit: {found}")
@@ -270,6 +273,36 @@ class _Run:
         size = (1, shape.num_kv_heads, self._settings.tokens, shape.head_dim)
         keys, values = (torch.randn(size, dtype=shape.dtype, device=self._device) for _ in range(2))
         return keys, values
+
+
+def _same_answers(model: Any, shape: KVShape, vocabulary: int, num_tokens: int) -> dict[str, int]:
+    """The number of tokens that two answers have in common at their beginning, the second one over
+    rows of the cache; how many tokens were cached for it; and how many requests had far rows."""
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(vocabulary, (num_tokens,), generator=generator).tolist()
+    near = max(LEAST_ROWS, num_tokens // 3) * shape.row_bytes
+    enough = 2 * num_tokens * shape.row_bytes
+    small = {"max_kv_bytes": near, "far_kv_bytes": enough}
+    expected, _, _ = _answers(model, vocabulary, prompt, {"max_kv_bytes": enough})
+    found, cached, num_far = _answers(model, vocabulary, prompt, small)
+    alike = [_common(one, other) for one, other in zip(expected, found, strict=True)]
+    return {"alike": min(alike), "of": ANSWER, "cached": cached, "requests": num_far}
+
+
+def _answers(
+    model: Any, vocabulary: int, prompt: list[int], options: dict[str, Any]
+) -> tuple[list[list[int]], int, int]:
+    config = EngineConfig(graphs="off", heal="off", speculate="off", gpu_cache_bytes=0, **options)
+    with KVBoost.from_model(model, number_tokenizer(vocabulary), config=config) as engine:
+        given = [engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)]
+        far = engine._runtime.pool.far
+        answers = [one.token_ids for one in given]
+        return answers, given[1].exact_tokens, far.num_lent if isinstance(far, FarStore) else 0
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=True)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
 
 
 class _Fixed:

@@ -30,7 +30,7 @@ def make_engine(layers: int, width: int) -> Any:
     import transformers
 
     from kvboost import KVBoost
-    from vision_models import FIRST_TOKEN, VOCAB, vision_tokenizer
+    from support.vision_models import FIRST_TOKEN, VOCAB, vision_tokenizer
 
     torch.manual_seed(0)
     vision = transformers.SmolVLMVisionConfig(
@@ -86,7 +86,7 @@ def kl(engine: Any, messages: Any) -> float:
 
 
 def main() -> None:
-    from vision_models import about, file_of, picture
+    from support.vision_models import about, file_of, picture
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What our kernels gain over our own torch path on this machine, in one run.
+"""The gain of our kernels over our own torch path on this machine, in one run.
 
 Two processes take turns, one with our kernels and one with ``KVBOOST_NATIVE=0``: each round, both
 do the same work one after the other, so that a busy machine slows both. Three ratios of medians:
@@ -135,11 +135,7 @@ def work(options: argparse.Namespace) -> None:
 
     def decode() -> float:
         result = engine.generate(
-            prompt_of(text),
-            STEPS + 1,
-            GenerationMode.PREFIX_CACHE,
-            ignore_eos=True,
-            keep=False,
+            prompt_of(text), STEPS + 1, GenerationMode.PREFIX_CACHE, ignore_eos=True, keep=False
         )
         return result.timings.decode_ms / 1e3 / STEPS
 

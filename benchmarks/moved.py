@@ -69,7 +69,7 @@ class Turn:
     moved_ms: float
     exact_ms: float
     moved_kl: float
-    """How far the answer's distributions are from a full prefill's."""
+    """The distance of the answer's distributions from a full prefill's."""
     repaired_tokens: float
     """Moved rows of this turn; only the first turn should have any."""
 

@@ -72,7 +72,7 @@ class Request:
     path: str
     body: dict[str, Any]
     said: Callable[[dict[str, Any]], tuple[str, bool]]
-    """What an answer says, and whether it is complete."""
+    """The text of an answer, and whether it is complete."""
     joined: Callable[[Sequence[dict[str, Any]]], tuple[str, bool]]
     """The same of the events of a stream."""
     schema: dict[str, Any] | None = None
@@ -186,7 +186,7 @@ def _message_joined(events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
 
 @dataclass
 class Seen:
-    """What happened. ``problems`` is empty when all went well."""
+    """The outcomes. ``problems`` is empty when all went well."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Seen:
     open_files: tuple[int, int] = (0, 0)
     """Of the server, before and at rest afterwards."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """How long short answers took: those of the light user while nothing else ran and beside the
+    """The seconds of short answers: those of the light user while nothing else ran and beside the
     crowd, and those of the crowd."""
     finished: dict[str, int] = field(default_factory=dict)
 
@@ -314,9 +314,7 @@ class Clients:
             json.dumps(request.body | {"response_format": held, "text": {"format": held}}),
         ]
         response = await self._client.post(
-            request.path,
-            content=rng.choice(contents),
-            headers={"content-type": "application/json"},
+            request.path, content=rng.choice(contents), headers={"content-type": "application/json"}
         )
         code = response.status_code
         self._seen.expect(code == 400, f"{request.kind}, wrong: {code}: {response.text[:200]}")
@@ -381,7 +379,7 @@ async def overload(
 
 
 def open_files(pid: int) -> int:
-    """How many files and connections a process has open."""
+    """The number of files and connections that a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 

@@ -35,9 +35,6 @@ class Ours:
 
     def __init__(self, given: dict[str, Any]) -> None:
         from kvboost import KVBoost
-        from kvboost.model.loading.deferred import install
-
-        install(own_process=True)
 
         self.before = memory_of("VmRSS")
         self._engine = KVBoost.from_pretrained(

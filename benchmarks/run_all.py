@@ -48,7 +48,7 @@ class Job:
     name: str
     arguments: str
     seconds: int
-    """What it should take on two cores with AMX."""
+    """The expected seconds on two cores with AMX."""
     quick: str | None = None
     """Its arguments in the short form; None if none is short enough."""
     quick_seconds: int = 0
@@ -180,7 +180,6 @@ def run_all(
     quick: bool = False,
     only: Sequence[str] = (),
     minutes: float | None = None,
-    history_file: Path | None = None,
     run: Run = run_process,
 ) -> dict[str, Any]:
     """Runs all benchmarks (or ``only`` some), writes what they found into ``folder``, sums up.
@@ -209,8 +208,6 @@ def run_all(
             console.print(f"{job.name}: {outcome.state}, {outcome.seconds:.0f} s", highlight=False)
             if outcome.report is not None:
                 append(results, outcome.report)
-                if history_file is not None and not quick:
-                    append(history_file, outcome.report)
             step.advance()
     goals = judge(outcomes)
     console.print(outcome_table(outcomes), goal_table(goals))

@@ -43,7 +43,7 @@ class Settings(ModelSettings):
 
 @dataclass
 class Soak:
-    """What was seen. ``problems`` is empty when all went well."""
+    """The findings. ``problems`` is empty when all went well."""
 
     seconds: float = 0.0
     requests: int = 0
@@ -246,7 +246,7 @@ class _Traffic:
 def _deviation(
     engine: KVBoost, prompt: list[int], answer: list[int], salt: str
 ) -> tuple[float, float]:
-    """How far the distributions of an exact hit are from those of a full prefill, and how far
+    """The distance of the distributions of an exact hit from those of a full prefill, and how far
     rounding may take them."""
     full = engine.score(prompt, answer, GenerationMode.BASELINE).logits
     ours = engine.score(prompt, answer, GenerationMode.PREFIX_CACHE, cache_salt=salt).logits

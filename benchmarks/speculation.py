@@ -166,7 +166,7 @@ def measure(engine: KVBoost, task: str, users: int, chosen: argparse.Namespace) 
 
 
 def most_gained(step_ms: Mapping[int, float], users: int) -> float:
-    """How many times as many tokens per second steps of the measured sizes would give, if every row
+    """The most gain in tokens per second of steps of the measured sizes, if every row
     were a token: no drafts can gain more."""
     without = step_ms.get(users)
     rates = [size / ms for size, ms in step_ms.items() if size >= users]

@@ -47,9 +47,7 @@ class Settings(benchmark.Settings):
         (), "Prompt tokens; 2048, 8192 and 32768 if not given, on CPUs 768.", "tokens", least=256
     )
     shape: str = option(
-        GOAL_SHAPE,
-        "The model's shape on a GPU, with random weights.",
-        choices=(*SHAPES, *EXPERTS),
+        GOAL_SHAPE, "The model's shape on a GPU, with random weights.", choices=(*SHAPES, *EXPERTS)
     )
     ratio: float = option(0.15, "The share of moved rows that is recomputed.", least=0.0, most=1.0)
     rounds: int = option(5, f"{ROUNDS} The first is not counted.", least=2, most=50)

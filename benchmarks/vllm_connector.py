@@ -104,6 +104,8 @@ def start(options: argparse.Namespace, longest: int) -> Any:
                 "disk_cache_dir": options.folder,
             },
         )
+    if not options.model and options.shape in EXPERTS:
+        _spread_weights()
     if not options.model:
         more |= {"load_format": "dummy", "skip_tokenizer_init": True}
     return LLM(
@@ -117,6 +119,21 @@ def start(options: argparse.Namespace, longest: int) -> Any:
         disable_log_stats=True,
         **more,
     )
+
+
+def _spread_weights() -> None:
+    """Makes vLLM's random weights as large as those of transformers. They are so small that all
+    tokens choose the same experts, so that a step of many requests reads a few of them only."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    fill = dummy_loader.initialize_dummy_weights
+
+    def spread(model: Any, config: Any) -> None:
+        fill(model, config, low=-0.035, high=0.035)
+        if type(model).__name__.endswith("Norm"):
+            model.weight.data.fill_(1)
+
+    dummy_loader.initialize_dummy_weights = spread
 
 
 def make_shape(shape: str) -> str:

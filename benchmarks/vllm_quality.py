@@ -32,13 +32,8 @@ from kvboost.bench.kit.tables import table
 from kvboost.bench.texts.questions import Question, choose_questions
 from kvboost.results import kl_divergence
 
-DONORS = {
-    "header": "each passage read alone",
-    "reordered": "all read in another order",
-}
+DONORS = {"header": "each passage read alone", "reordered": "all read in another order"}
 ROUNDS = 2000
-ONE_ROUND = 1e6
-"""A tolerance that no answer exceeds: in vLLM a repair is one round."""
 
 
 @dataclass
@@ -81,7 +76,6 @@ def main() -> None:
         dtype=options.dtype,
         reuse_moved="always",
         recompute_strategy=options.strategy,
-        recompute_tolerance=ONE_ROUND,
     ) as engine:
         cases = list(on_transformers(engine, questions, options))
     del engine

@@ -71,7 +71,7 @@ def _on_cpu(python: str, version: str) -> Place:
 
 
 def run_worker(place: Place, options: Sequence[str]) -> dict[str, Any]:
-    """What the worker reports on its last line."""
+    """The worker's report, its last line."""
     name = "vLLM" if "--plain" in options else "vLLM with KVBoost"
     found: dict[str, Any] = {}
     with sigterm_as_exit():

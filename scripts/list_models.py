@@ -1,4 +1,4 @@
-"""Writes docs/models.md: the families that the tests run, and why the others are not supported.
+"""Writes the tables of docs/models.md: the families that the tests run, and why others do not.
 
     python scripts/list_models.py
 
@@ -17,49 +17,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
-INTRODUCTION = """\
-# Models
-
-Every family of models in this table is tested with random weights of its real structure in
-float32. [What is not supported](#not-supported-yet) comes below, with the reasons.
-`kvboost models MODEL` says the same of a file, a folder or a hub id.
-
-`python scripts/list_models.py` writes this page. What it says of keys is measured on the models of
-the tests. A test fails if the page is out of date.
-
-- **Family**: `model_type` in a model's `config.json`.
-- **Images**: prompts may have [images](howto/images.md), which are reused as text is, exactly and
-  moved. Of other models that see, such as `gemma4`, the text part runs.
-- **Exact**: an answer after cached text equals stock transformers, wherever the cached text ends.
-  *From states*: it goes on from the last place before that where states are kept, see
-  [Models with states](states.md).
-- **Moved**: passages at another position are reused. If all of them are recomputed, the logits are
-  those of a full prefill.
-- **Batch**: requests share forwards, and each answer is the one that its request gets alone.
-- **Pages**: KV in pages, with the decode steps that are CUDA graphs on NVIDIA GPUs. Here the tests
-  run without a GPU. Experts that are chosen on the host cannot be captured: the model then runs
-  without a graph, and `engine.notes` says so.
-- **Adapters**: LoRA of the attention's projections equals merged weights.
-- **Packed**: GGUF files stay in 4 and 8 bits, see [Quantised weights](quantized.md).
-- **In vLLM**: what the [connector](vllm.md#what-is-not-supported) reuses where vLLM has the model.
-  This follows from how keys rotate and which layers of the tests' models have windows; a model
-  with a sliding window has exact text only. vLLM itself ran Llama, Qwen2 and Gemma 3.
-- **Keys**: how they rotate with their position: in halves of a head, or neighbouring channels. A
-  model is measured when it is loaded, layer by layer, and refused if its keys do something else.
-  *Beside a latent*: layers have [latent attention](cache.md#latents), and one part of a key, which
-  all heads share, rotates.
-
-"""
-
-NOT_YET = """
-## Not supported yet
-
-With `strict=False` KVBoost tries exact prefix reuse through the model's own attention. Call
-`engine.verify_correctness()` before you rely on it. A family that is not on this page is treated
-alike.
-
-"""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -77,9 +34,9 @@ class Family:
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
-    import hybrids
-    from families import HERE, family_model
-    from tiny import ALL_MODELS, SEEING, any_model
+    from support import hybrids
+    from support.families import HERE, family_model
+    from support.tiny import ALL_MODELS, SEEING, any_model
 
     found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
     found += [describe(family_model(name)) for name in HERE]
@@ -91,7 +48,7 @@ def families() -> list[Family]:
 
 
 def describe(model: Any) -> Family:
-    """What is measured of a model."""
+    """The measurements of a model."""
     from kvboost.model.execution.caches import observe
     from kvboost.model.execution.kv_shape import KVShape
     from kvboost.model.loading.compat import check
@@ -137,14 +94,24 @@ def describe(model: Any) -> Family:
 
 
 def page() -> str:
-    """The whole page."""
-    from kvboost.model.loading.unsupported import WHY_NOT
+    """The page with its tables, which are between comments that name them, anew."""
+    text = PAGE.read_text()
+    for name, rows in (("families", family_rows()), ("not supported", unsupported_rows())):
+        start, end = f"<!-- {name} -->\n\n", f"\n<!-- end of {name} -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        assert after, f"{PAGE} lacks the comments around the table of {name}"
+        table = "".join(f"| {row} |\n" for row in rows)
+        text = f"{before}{start}{table}{end}{after}"
+    return text
+
+
+def family_rows() -> list[str]:
+    """One row for all families of which the same can be said, the largest group first."""
     from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
     from kvboost.model.vision.families import FAMILIES as SEEING
 
-    heads = ("Family", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
-    heads += ("In vLLM", "Keys")
-    rows = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+    groups: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(families(), key=lambda family: family.name):
         in_gguf = family.name.removesuffix("_text") in IN_GGUF
         exact = "yes" if family.moves else "with `strict=False`"
@@ -152,14 +119,24 @@ def page() -> str:
         adapters = "yes" if family.adapters else "–"
         marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
         marks.insert(1, "yes" if family.name in SEEING else "–")
-        cells = [f"`{family.name}`", exact, *marks, adapters, "yes" if in_gguf else "–"]
-        rows.append(" | ".join([*cells, family.in_vllm, family.keys]))
-    written = INTRODUCTION + "\n".join(f"| {row} |" for row in rows) + "\n"
-    written += NOT_YET + "| A model of this family … | Families |\n| --- | --- |\n"
+        cells = (exact, *marks, adapters, "yes" if in_gguf else "–", family.in_vllm, family.keys)
+        groups.setdefault(cells, []).append(f"`{family.name}`")
+    heads = ("Families", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
+    heads += ("In vLLM", "Keys")
+    rows = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+    for cells, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        rows.append(" | ".join([", ".join(names), *cells]))
+    return rows
+
+
+def unsupported_rows() -> list[str]:
+    from kvboost.model.loading.unsupported import WHY_NOT
+
+    rows = ["A model of this family … | Families", "--- | ---"]
     for reason in dict.fromkeys(WHY_NOT.values()):
         names = ", ".join(f"`{name}`" for name, why in WHY_NOT.items() if why == reason)
-        written += f"| {reason} | {names} |\n"
-    return written
+        rows.append(f"{reason} | {names}")
+    return rows
 
 
 if __name__ == "__main__":

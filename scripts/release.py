@@ -36,7 +36,7 @@ MADE_BY_SETUPTOOLS = re.compile(r"(PKG-INFO|setup\.cfg|src/kvboost\.egg-info/[\w
 
 
 def wheel_problems(held: Iterable[str], tracked: Iterable[str], version: str) -> list[str]:
-    """What is wrong with the files of a wheel: it must hold the tracked files of ``src/kvboost``
+    """The problems of the files of a wheel: it must hold the tracked files of ``src/kvboost``
     and its own description, and nothing else."""
     package = {name.removeprefix("src/") for name in tracked if name.startswith("src/kvboost/")}
     strange = {
@@ -50,7 +50,7 @@ def wheel_problems(held: Iterable[str], tracked: Iterable[str], version: str) ->
 
 
 def sdist_problems(held: Iterable[str], tracked: Iterable[str], version: str) -> list[str]:
-    """What is wrong with the files of an sdist: it must hold every tracked file but a few."""
+    """The problems of the files of an sdist: it must hold every tracked file but a few."""
     wanted = {name for name in tracked if not ONLY_IN_THE_REPOSITORY.fullmatch(name)}
     inside = {name.removeprefix(f"kvboost-{version}/") for name in held}
     made = {name for name in inside if MADE_BY_SETUPTOOLS.fullmatch(name)}

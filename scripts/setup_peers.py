@@ -169,8 +169,7 @@ def fetch_gguf(progress: Progress) -> None:
 
 def main(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"{', '.join(KNOWN)}; all engines if none is given."),
+        list[str] | None, typer.Argument(help=f"{', '.join(KNOWN)}; all engines if none is given.")
     ] = None,
 ) -> None:
     """Set up the engines to measure against. One that cannot be set up here is reported and

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from support.cores import cores_per_worker
+
 # Triton's interpreter runs its kernels without a GPU. It must be chosen before anything imports it.
 if os.environ.get("KVBOOST_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -16,15 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cores import cores_per_worker
 from kvboost import KVBoost
 from kvboost.model.loading.device import cpu_has_bf16
-from tiny import OTHER_MODELS, any_model, make_engine, tiny_model
+from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
-
-# Imports are as in any program here; processes that tests start may start more quickly.
-os.environ.setdefault("KVBOOST_DEFER_IMPORTS", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))

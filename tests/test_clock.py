@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.results import Clock, Timings
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 TOLERANCE = 0.02
 TOLERANCE_MS = 2.0

@@ -25,7 +25,7 @@ from kvboost import (
 )
 from kvboost.model.execution.sampling import Sampler
 from kvboost.results import PHASES
-from tiny import (
+from support.tiny import (
     CONTEXT,
     EOS,
     byte_tokenizer,

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from live_server import live_server
-from load_script import load_example
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.live_server import live_server
+from support.load_script import load_example
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 ROOT = Path(__file__).parents[1]
 RUNNER = ROOT / "examples" / "run.py"
@@ -63,4 +63,4 @@ def test_the_coding_agent_computes_less_than_with_a_prefix_cache(tmp_path, capsy
 def test_the_page_on_agents_shows_the_code_of_the_coding_agent() -> None:
     source = (ROOT / "examples" / "coding_agent.py").read_text()
     blocks = CODE.findall((ROOT / "docs" / "howto" / "agents.md").read_text())
-    assert len(blocks) == 2 and all(block in source for block in blocks)
+    assert blocks and all(block in source for block in blocks)

@@ -15,7 +15,7 @@ import pytest
 from kvboost import KVBoost, KVBoostError
 from kvboost.results import Explanation, Part, Why
 from kvboost.results.explanation import duration
-from tiny import dynamic_model, make_engine, tiny_model
+from support.tiny import dynamic_model, make_engine, tiny_model
 
 QUERY = {"recompute_strategy": "query"}
 """Moves text, whatever it costs."""

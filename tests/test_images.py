@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from adapters import write_adapter
 from kvboost import ImageError, KVBoost, PromptError
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.results import GenerationResult, SpanKind
-from kvboost.runtime import generation, idle_work, planner
+from kvboost.runtime import idle_work, planner, prefill
 from kvboost.tokens.images import PlacedImages
-from tiny import make_engine, tiny_model
-from vision_models import (
+from support.adapters import write_adapter
+from support.tiny import make_engine, tiny_model
+from support.vision_models import (
     about,
     file_of,
     make_vision_model,
@@ -224,7 +224,7 @@ def test_described_prompts_do_not_cut_images_that_see_ahead(
     with vision_engine("gemma3") as engine:
         expected = engine.generate(QUESTION, 4, prompt_logprobs=0)
         rows = image_rows(engine, QUESTION)
-    monkeypatch.setattr(generation, "DESCRIBED_ROWS", rows.start + 3)
+    monkeypatch.setattr(prefill, "DESCRIBED_ROWS", rows.start + 3)
     with vision_engine("gemma3") as engine:  # with a KV that holds no earlier rows
         found = engine.generate(QUESTION, 4, prompt_logprobs=0)
     assert found.token_ids == expected.token_ids

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import kvboost
-from load_script import load_script
+from support.load_script import load_script
 
 ROOT = Path(__file__).parents[1]
 NOT_OURS = (".*", "__pycache__", "*.egg-info", "build", "dist", "bench-results")

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import doctest
-import functools
+import importlib.util
+import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app as benchmarks
-from benchmarks.entries import SCRIPTS
-from homes import use_home
-from kvboost.cli import app
+from kvboost import KVBoost
+from support.homes import use_home
+from support.live_server import live_server
+from support.page_code import (
+    FENCE,
+    ROOT,
+    Example,
+    commands,
+    complaint,
+    examples,
+    inline_mistakes,
+    mistakes,
+    unknown_extras,
+)
 
-ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -30,12 +39,12 @@ PAGES = [
 RUNNABLE = (
     *("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md"),
     *("docs/howto/agents.md", "docs/howto/explain.md", "docs/reference.md"),
+    *("docs/documents.md", "docs/structured.md", "docs/server.md"),
 )
-"""Pages whose Python blocks run from top to bottom, in one namespace per page; without the blocks
-that talk to a server, which `make test-frameworks` runs."""
+"""Pages whose Python blocks run from top to bottom, in one namespace per page. Blocks that talk to
+a server get one; those whose client is not installed here are left to `make test-frameworks`."""
+SERVER = "http://127.0.0.1:8000"
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 QUOTED_FILE = re.compile(r"(?<![\w/.-])(?:benchmarks|scripts|examples|tests)/[\w/.-]+\.\w+")
 
@@ -45,54 +54,6 @@ def name_of(page: Path) -> str:
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
-
-
-@dataclass(frozen=True)
-class Example:
-    """A Python block, and the output that the page shows right after it, if any."""
-
-    code: str
-    line: int
-    output: str | None
-
-
-def examples(text: str) -> Iterator[Example]:
-    fences = list(FENCE.finditer(text))
-    for fence, following in zip(fences, [*fences[1:], None], strict=True):
-        if fence[1] != "python":
-            continue
-        output = None
-        if following is not None and following[1] == "text":
-            between = text[fence.end() : following.start()]
-            output = following[2] if not between.strip() else None
-        yield Example(fence[2], text.count("\n", 0, fence.start()) + 1, output)
-
-
-@functools.cache
-def complaint(arguments: tuple[str, ...]) -> str | None:
-    """What the command line says against ``arguments``; None if they parse. Runs nothing:
-    ``--help`` comes first, once every command and option has been recognised."""
-    if arguments[:1] == ("benchmarks",):
-        if set(arguments[1:2]) & SCRIPTS.keys():
-            return None  # a test of its own asks for its help
-        shown = CliRunner().invoke(benchmarks, [*arguments[1:], "--help"])
-    else:
-        shown = CliRunner().invoke(app, [*arguments, "--help"])
-    return shown.output if shown.exit_code else None
-
-
-def commands(text: str) -> Iterator[tuple[str, ...]]:
-    """The arguments of every ``kvboost ...`` that a page quotes, and of every
-    ``python -m benchmarks ...``, which begin with "benchmarks"."""
-    quoted = [code[1] for code in INLINE_CODE.finditer(FENCE.sub("", text))]
-    for fence in FENCE.finditer(text):
-        if fence[1] != "python":
-            quoted += fence[2].replace("\\\n", " ").splitlines()
-    for line in quoted:
-        command = re.match(r"\s*(?:\$ )?(?:kvboost\s+|python -m (?=benchmarks\s))(.*)", line)
-        if command is not None:
-            words = shlex.split(re.split(r"\s[#&|<>;]", f"{command[1]} ")[0])
-            yield tuple(word for word in words if word not in ("...", "…"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -117,25 +78,58 @@ def test_the_code_runs_and_prints_what_the_page_shows(
 ) -> None:
     text = (ROOT / page).read_text()
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for example in examples(text):
-        if "http://" in example.code:
-            continue
-        capsys.readouterr()
-        padding = "\n" * example.line  # a traceback then names the page's own line
-        exec(compile(padding + example.code, str(ROOT / page), "exec"), namespace)
-        printed = capsys.readouterr().out
-        if example.output is not None:
-            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-            matches = doctest.OutputChecker().check_output(example.output, printed, flags)
-            assert matches, f"{page}:{example.line} printed\n{printed}"
+    with ExitStack() as stack:
+        url = None
+        for example in examples(text):
+            code = "\n" * example.line + example.code  # a traceback then names the page's own line
+            if SERVER in code:
+                if not can_import(code):
+                    continue
+                if url is None:
+                    engine = stack.enter_context(KVBoost.from_pretrained("smollm2-135m"))
+                    url = stack.enter_context(live_server(engine)).url
+                code = code.replace(SERVER, url)
+            capsys.readouterr()
+            exec(compile(code, str(ROOT / page), "exec", dont_inherit=True), namespace)
+            printed = capsys.readouterr().out
+            if example.output is not None:
+                flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+                matches = doctest.OutputChecker().check_output(example.output, printed, flags)
+                assert matches, f"{page}:{example.line} printed\n{printed}"
     if (engine := namespace.get("engine")) is not None:
         engine.close()
 
 
+def can_import(code: str) -> bool:
+    packages = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
+    return all(importlib.util.find_spec(name) for name in packages)
+
+
 @every_page
 def test_every_command_parses(page: Path) -> None:
-    for arguments in commands(page.read_text()):
-        assert complaint(arguments) is None, f"kvboost {shlex.join(arguments)}"
+    for command in commands(page.read_text()):
+        assert complaint(command) is None, shlex.join(command)
+
+
+@every_page
+def test_every_call_is_one_that_kvboost_has(page: Path) -> None:
+    text = page.read_text()
+    for example in examples(text):
+        found = list(mistakes(example.code))
+        assert found == [], f"{name_of(page)}:{example.line}"
+    if page.name != "coming-from-0.9.md":  # it names what is gone
+        assert list(inline_mistakes(text)) == []
+    assert unknown_extras(text) == set()
+
+
+@every_page
+def test_json_and_configuration_files_are_valid(page: Path) -> None:
+    for fence in FENCE.finditer(page.read_text()):
+        if fence[1] == "json":
+            json.loads(fence[2])
+        elif fence[1] == "toml":
+            for option in tomllib.loads(fence[2]):
+                assert complaint(("kvboost", "serve", f"--{option}")) is None, option
 
 
 @every_page
@@ -172,14 +166,27 @@ def test_the_architecture_names_every_package() -> None:
         assert not name or f"{name}/" in text, f"src/kvboost/{package.parent.relative_to(source)}"
 
 
+def test_the_architecture_names_modules_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.(?:py|c|h))`", (ROOT / "docs" / "architecture.md").read_text())
+    source = ROOT / "src" / "kvboost"
+    assert len(named) > 50
+    files = {f"/{path.relative_to(ROOT)}" for path in source.rglob("*") if path.is_file()}
+    known = (*files, *(f"/{name}" for name in named if (ROOT / name).exists()))
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+    assert missing == []
+
+
 def test_the_checks_find_what_they_look_for() -> None:
     text = "\n".join(
         [
-            "See `kvboost bench ttft --peers` and",
+            "See `kvboost bench ttft",
+            "--peers` and",
             "```bash",
             "kvboost quality --limit 3 \\",
             "  --ratio 0.1 &",
-            "python -m benchmarks gpu --quick",
+            "OMP_NUM_THREADS=1 python -m benchmarks gpu --quick",
+            "python scripts/fetch_models.py NAME",
+            "make bench WORKERS=2",
             "$ kvboost generate - --cache-dir ./kv < report.txt   # a comment",
             "```",
             "```python",
@@ -192,13 +199,53 @@ def test_the_checks_find_what_they_look_for() -> None:
         ]
     )
     assert list(commands(text)) == [
-        ("bench", "ttft", "--peers"),
-        ("quality", "--limit", "3", "--ratio", "0.1"),
+        ("kvboost", "bench", "ttft", "--peers"),
+        ("kvboost", "quality", "--limit", "3", "--ratio", "0.1"),
         ("benchmarks", "gpu", "--quick"),
-        ("generate", "-", "--cache-dir", "./kv"),
+        ("scripts/fetch_models.py", "NAME"),
+        ("make", "bench", "WORKERS=2"),
+        ("kvboost", "generate", "-", "--cache-dir", "./kv"),
     ]
-    assert list(examples(text)) == [Example("print(1)\n", 8, "1\n")]
-    assert "--no-such-option" in (complaint(("quality", "--no-such-option")) or "")
-    assert "no-such-benchmark" in (complaint(("bench", "no-such-benchmark")) or "")
-    assert complaint(("bench", "gpu")) is not None
-    assert "no-such-option" in (complaint(("benchmarks", "gpu", "--no-such-option")) or "")
+    assert list(examples(text)) == [Example("print(1)\n", 11, "1\n")]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "kvboost quality --no-such-option",
+        "kvboost bench no-such-benchmark",
+        "kvboost bench gpu",
+        "benchmarks gpu --no-such-option",
+        "benchmarks packed --no-such-option",
+        "benchmarks packed --rounds many",
+        "scripts/fetch_models.py --no-such-option",
+        "scripts/list_models.py --no-such-option",
+        "scripts/train_adapter.py --no-such-option folder",
+        "examples/run.py --no-such-option",
+        "make no-such-target",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str) -> None:
+    assert complaint(tuple(command.split())) is not None
+
+
+def test_a_call_that_does_not_exist_is_found() -> None:
+    code = """
+from kvboost import KVBoost, Nothing
+engine = KVBoost.from_pretrained("m", max_cache_bites=1)
+result = engine.generate("a", max_new_tokens=1, mode="baseline", keep=False, how=2)
+engine.warn("a")
+print(result.text, result.output_text)
+"""
+    assert sorted(mistakes(code)) == [
+        "KVBoost.from_pretrained takes no max_cache_bites",
+        "engine has no warn",
+        "engine.generate takes no how",
+        "kvboost has no Nothing",
+        "result has no text",
+    ]
+    assert list(inline_mistakes("`engine.pin(text, until=1)` and `engine.lost`")) == [
+        "engine.pin takes no until",
+        "engine has no lost",
+    ]
+    assert unknown_extras("pip install 'kvboost[serve,gold]'") == {"gold"}

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost import GenerationMode, KVBoost, SpanKind
-from kvboost.config import STRATEGIES
-from tiny import CONTEXT, ROPE_MODELS, VOCAB, make_engine, tiny_model
+from kvboost import KVBoost, SpanKind
+from kvboost.config import CONTROL, STRATEGIES
+from support.prompts import (
+    BASELINE,
+    EXACT,
+    HEADER,
+    MOVED,
+    PASSAGES,
+    QUESTION,
+    SLOPPY,
+    prompt_of,
+    words,
+)
+from support.tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
 
-BASELINE, EXACT, MOVED = GenerationMode
-SLOPPY = {"recompute_strategy": "none"}
 ALL = {"recompute_strategy": "query", "recompute_ratio": 1.0}
-
-
-def words(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB - 10), k=length)
-
-
-HEADER, QUESTION = words(100, 9), words(200, 20)
-PASSAGES = [words(number, 40 + number) for number in range(4)]
-
-
-def prompt_of(order: list[int], header: list[int] = HEADER) -> list[int]:
-    return [*header, *(token for number in order for token in PASSAGES[number]), *QUESTION]
 
 
 def count(result, kind: SpanKind) -> int:
@@ -55,7 +50,7 @@ def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine
     check()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, CONTROL))
 def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strategy) -> None:
     engine.warm(prompt_of([0, 1, 2, 3]))
     prompt = prompt_of([3, 1, 0, 2])

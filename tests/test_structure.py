@@ -137,3 +137,15 @@ def test_every_public_member_of_the_engine_has_a_docstring() -> None:
     members = [name for name in dir(kvboost.KVBoost) if not name.startswith("_")]
     assert len(members) > 50
     assert [name for name in members if not getattr(kvboost.KVBoost, name).__doc__] == []
+
+
+def test_no_test_imports_a_test_and_helpers_are_in_support() -> None:
+    tests = Path(__file__).parent
+    for path in tests.rglob("*.py"):
+        if path.is_relative_to(tests / "support"):
+            continue
+        assert path.name == "conftest.py" or path.name.startswith("test_"), path
+    for path in tests.rglob("*.py"):
+        for name in imports_of(path):
+            modules = name.split(".")[:-1] or [name]
+            assert not any(part.startswith("test_") for part in modules), f"{path}: {name}"

@@ -12,7 +12,7 @@ import torch
 
 from kvboost import ConfigError, GenerationMode, PinError
 from kvboost.cache.tiers.disk import REFRESH_SECONDS
-from tiny import ROPE_MODELS, make_engine, tiny_model
+from support.tiny import ROPE_MODELS, make_engine, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 BASELINE = GenerationMode.BASELINE
@@ -191,17 +191,6 @@ def test_a_forgotten_text_is_on_no_tier(open_engine, tmp_path: Path) -> None:
     again = open_engine()
     assert again.plan(TEXT[:70] + secret).cached_tokens <= 70
     assert again.forget(secret) == 0
-
-
-def test_norms_of_keys_are_kept_with_their_chunks(open_engine) -> None:
-    engine = open_engine(key_norms=True)
-    engine.generate(TEXT, 4)
-    engine.close()
-    again = open_engine(key_norms=True)
-    catalogue = again._runtime.store._holdings.catalogue
-    norms = [catalogue.info(key).key_norm for key in catalogue]
-    assert len(norms) > 8 and all(norm > 0 for norm in norms) and len(set(norms)) > 1
-    assert again.generate(TEXT, 4).exact_tokens > 140
 
 
 def test_clearing_empties_memory_and_disk(open_engine, tmp_path: Path) -> None:

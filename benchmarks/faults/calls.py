@@ -1,4 +1,4 @@
-"""What is done to a process and to requests while an engine answers.
+"""Faults of a process and of requests while an engine answers.
 
 Each function is one kind of fault. It tries it a number of times and notes in its ``Case`` what it
 saw. The model is a small random one in float32, so "the same answer" means the same tokens.

@@ -16,7 +16,7 @@ from kvboost.cache.folder import CacheFolder
 
 PREFIX = GenerationMode.PREFIX_CACHE
 MOST_SECONDS = 30
-"""How long to wait for something that must happen."""
+"""The most seconds to wait for something that must happen."""
 
 
 class Unexpected(Exception):
@@ -41,7 +41,7 @@ class Case:
     tried: int = 0
     failures: list[str] = field(default_factory=list)
     note: str = ""
-    """What an engine does about it, or why this was not tried."""
+    """The engine's reaction, or why this was not tried."""
 
     @property
     def passed(self) -> int:

@@ -1,4 +1,4 @@
-"""What is left when processes are killed, disks fill up or servers die.
+"""Faults: what is left when processes are killed, disks fill up or servers die.
 
 Every kind of fault is tried a number of times, in a folder of its own. The report counts how often
 it was tried and how often everything that must hold did hold; a failure says what was seen instead.
@@ -26,7 +26,7 @@ from kvboost.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(benchmark.Settings):
-    """How often each fault is tried, and for how long memory is watched."""
+    """The number of times each fault is tried, and how long memory is watched."""
 
     QUICK: ClassVar = {
         "kills": 10,

@@ -30,7 +30,7 @@ def prompt(number: int) -> list[int]:
 
 
 def plain_answers(count: int = PROMPTS) -> list[list[int]]:
-    """What the model answers to the shared prompts without any cache."""
+    """The model's answers to the shared prompts without any cache."""
     with small_engine() as engine:
         return [
             engine.generate(prompt(n), ANSWER_TOKENS, GenerationMode.BASELINE).token_ids

@@ -22,7 +22,7 @@ from kvboost.errors import KVBoostError
 
 SECTIONS = ("streaming",)
 GOAL_SHAPE, GOAL_MEMORY = "32b", 8 << 30
-"""What the goals are about."""
+"""The shape and memory that the goals are about."""
 ONE, EIGHT, CODE = "1 request", "8 requests", streaming.CODE
 TINY_MEMORY = 144 << 20
 """Some layers of the tiny shape fit into this, and a MiB for the KV of each request."""

@@ -42,7 +42,7 @@ OTHER_BUSES = {"PCIe 4.0 x16": 25e9, "PCIe 4.0 x8": 13e9}
 
 @dataclass(frozen=True)
 class Pace:
-    """What some answers took."""
+    """The cost of some answers."""
 
     passes: int
     """Through all layers."""
@@ -59,7 +59,7 @@ class Pace:
         return self.copied_bytes / self.seconds
 
     def __sub__(self, other: Pace) -> Pace:
-        """What longer answers took more than shorter ones."""
+        """The extra cost of longer answers over shorter ones."""
         return Pace(
             self.passes - other.passes,
             self.seconds - other.seconds,
@@ -86,11 +86,7 @@ def measure(
 
 
 def make_engine(
-    shape: str,
-    device: torch.device,
-    device_memory: int,
-    requests: int,
-    say: Callable[[str], None],
+    shape: str, device: torch.device, device_memory: int, requests: int, say: Callable[[str], None]
 ) -> KVBoost:
     """An engine over random weights, of 4 bits where there is a GPU."""
     on_gpu = device.type == "cuda"

@@ -1,5 +1,4 @@
-"""KVBoost, the public face: loads a model and answers. What else it does with texts is in
-``runtime/text_cache.py``."""
+"""KVBoost, the public face: loads a model, answers, and keeps texts."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from kvboost.checks.rehearsal import rehearse
 from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
+    MOST_CONTEXTS,
     EngineConfig,
     EngineOptions,
     GenerationMode,
@@ -33,31 +33,42 @@ from kvboost.config import (
     at_least,
     home,
     refuse_unknown_options,
+    whole,
 )
 from kvboost.errors import ConfigError, KVBoostError, PromptError
 from kvboost.model.loading.load import LoadedModel, machine_key, wrap
+from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.results import (
     AdapterInfo,
+    Arrangement,
     Calibration,
     Clock,
     GenerationResult,
+    HealReport,
+    Pin,
+    ReuseReport,
     Score,
     VerificationReport,
 )
+from kvboost.results.explaining import Traces
 from kvboost.runtime.computing import text_pieces
+from kvboost.runtime.documents import Documents, check_ttl
 from kvboost.runtime.embedding import LoadedModelEmbedder
-from kvboost.runtime.facts import describe, facts_of
 from kvboost.runtime.generation import Generation
-from kvboost.runtime.loading import MakeRuntime, fill_in, load_model
+from kvboost.runtime.healing import Healer
+from kvboost.runtime.loading import MakeRuntime, describe, facts_of, fill_in, load_model
+from kvboost.runtime.loop import Loop
 from kvboost.runtime.options import BatchOptions, RequestOptions, ReuseOptions
 from kvboost.runtime.request import RequestState
+from kvboost.runtime.requests import Requests
 from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.settings import Lifetime, Settings
 from kvboost.runtime.streams import AnswerListener, AsyncTextStream, TextStream
-from kvboost.runtime.text_cache import TextCache
-from kvboost.structured.grammars import Grammar
+from kvboost.structured.grammars import Grammar, Grammars
 from kvboost.structured.library import missing
-from kvboost.tokens.hashing import TokenIds, as_token_ids
-from kvboost.tokens.prompt import Conversation, Prompt
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, pin_name
+from kvboost.tokens.images import ImageReader, ReadPrompt
+from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
     from typing import Self
@@ -65,9 +76,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
+PREVIEW_TOKENS = 48
 
 
-class KVBoost(TextCache):
+class KVBoost:
     """A model that does not read the same text twice. Thread-safe."""
 
     def __init__(
@@ -80,7 +92,36 @@ class KVBoost(TextCache):
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
         that keeps the learned cost of forwards."""
         config = config or EngineConfig()
-        super().__init__(model, config, make_runtime(model, config, costs))
+        self._model = model
+        self._runtime = runtime = make_runtime(model, config, costs)
+        self._settings = Settings(config)
+        self._lifetime = Lifetime()
+        self._images = model.vision if isinstance(model.vision, str) else model.vision.reader
+        self._prompts = PromptReader(
+            model.tokenizer, model.vocab_size, self._images, config.image_limits
+        )
+        self._grammars = Grammars(
+            model.tokenizer.serialized,
+            max(model.vocab_size, model.tokenizer.size),
+            model.eos_ids or model.tokenizer.eos_ids,
+        )
+        self._requests = Requests(
+            runtime, self._prompts, self._grammars, self._settings, self._lifetime
+        )
+        self._healer = Healer(
+            runtime,
+            config.max_audit_kl,
+            lambda: self._settings.repair,
+            self._settings.repair_more,
+        )
+        self._loop = Loop(runtime, config, self._healer)
+        self._documents = Documents(
+            runtime,
+            self._prompts,
+            self._requests,
+            self._loop,
+            are_cut=config.chunking == "document",
+        )
 
     @classmethod
     def from_pretrained(
@@ -101,26 +142,8 @@ class KVBoost(TextCache):
         ``tp_size`` splits the model over so many GPUs of this machine, each served by a process
         that the engine starts; it must divide the model's KV heads.
 
-        Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
-        bytes or strings such as ``"2GiB"``.
-
-        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``max_pinned_bytes=None``,
-          ``gpu_cache_bytes=None``, ``kv_cache_bits=16``, ``key_norms=False``
-        - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
-          ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
-        - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``,
-          ``state_every=None``
-        - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.19``,
-          ``recompute_tolerance=None``, ``recompute_overlap=16``, ``reuse_moved="when_faster"``,
-          ``heal="auto"``, ``max_audit_kl=None``
-        - requests: ``max_running=16`` (64 on GPUs), ``max_waiting=256``, ``max_kv_bytes=None``,
-          ``far_kv_bytes=0``, ``far_kv_bits=16``, ``far_kv_dir=None``, ``sharing_wait=2.0``,
-          ``max_pause=0.2``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
-        - drafts: ``speculate="auto"``, ``draft_model=None``
-        - quantised models: ``weights="auto"``
-        - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
-        - images: ``max_images=32``, ``max_image_bytes="20MiB"``, ``max_image_pixels=24_000_000``
-        - routers: ``kv_events=None``
+        Options of the engine are the fields of :class:`EngineConfig`, which has their defaults and
+        explains each. Sizes are bytes or strings such as ``"2GiB"``.
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
         ``revision``, ``token`` or ``trust_remote_code``) are passed on; any others go into
@@ -190,6 +213,22 @@ class KVBoost(TextCache):
         return self._model.tokenizer.hf
 
     @property
+    def prompt_tokenizer(self) -> ModelTokenizer:
+        """What requests use of the tokenizer, with the model's chat template. It can be pickled, so
+        that another process reads prompts and writes answers just as this one."""
+        return self._model.tokenizer
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._model.eos_ids
+
+    @property
+    def image_reader(self) -> ImageReader | str:
+        """What reads images for the model; why it takes none, if it does not. It can be pickled."""
+        return self._images
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._model.device
@@ -225,6 +264,37 @@ class KVBoost(TextCache):
     def facts(self) -> dict[str, Any]:
         """The model, the device and the options that decide what an answer costs."""
         return facts_of(self._model, self.config)
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt. ``add_special_tokens=False`` takes text as it is, without the
+        tokens that the model expects in front: for text of :meth:`render`, which has them."""
+        if isinstance(prompt, str) and not add_special_tokens:
+            return self._model.tokenizer.encode_fragment(prompt)
+        ids: list[int] = self._prompts.read(prompt).tolist()
+        return ids
+
+    def read(self, prompt: Prompt, *, add_special_tokens: bool = True) -> ReadPrompt:
+        """The token ids of a prompt and its images, which can be given instead of the prompt. The
+        rows of images have ids of their own, outside the vocabulary."""
+        return self._prompts.read_whole(prompt, add_special_tokens=add_special_tokens)
+
+    def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The token ids of a prompt whose answer stands between two texts, given theirs. Raises
+        PromptError if the model cannot fill in the middle."""
+        return self._model.tokenizer.infill(before, after)
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation in the model's chat template."""
+        return self._prompts.render(conversation)
+
+    def locate(self, text: str, token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
+        """Where a text is in a prompt: the first token that is its own and the one after its last.
+        None if it is not there, or is tokenized differently there."""
+        return self._prompts.locate(text, token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._model.tokenizer.decode(token_ids)
 
     def generate(
         self,
@@ -311,7 +381,8 @@ class KVBoost(TextCache):
         with ``finish_reason="timeout"``."""
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")
-        return self._submit(self._requests.begin(prompt, max_new_tokens, mode, options), timeout)
+        state = self._requests.begin(prompt, max_new_tokens, mode, options)
+        return self._loop.stream(state, timeout)
 
     def answer_to(
         self,
@@ -381,6 +452,22 @@ class KVBoost(TextCache):
         if it has content only."""
         return self._model.tokenizer.answer_parser(prompt_ids, use)
 
+    def plan(
+        self,
+        prompt: Prompt,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        **options: Unpack[ReuseOptions],
+    ) -> ReuseReport:
+        """How a prompt would be served now; ``explain()`` of it says why. Runs nothing and counts
+        nothing. The model decides which moved rows to recompute, so the plan does not name them."""
+        read = self._prompts.read_whole(prompt)
+        return self._runtime.plan(self._requests.plain(read, mode, options, runs=False))
+
+    def trace(self, token_ids: Sequence[int], root: str, **options: Any) -> Traces:
+        """What the cache still tells of a prompt, for explanations that another process makes; see
+        ``ChunkStore.trace``."""
+        return self._runtime.store.trace(as_token_ids(token_ids), ChunkKey(root), **options)
+
     def score(
         self,
         prompt: Prompt,
@@ -416,6 +503,224 @@ class KVBoost(TextCache):
         """What computes embeddings with the loaded model, slice by slice."""
         return LoadedModelEmbedder(self._runtime)
 
+    def warm(
+        self,
+        text: Prompt | Sequence[str],
+        position_offset: int = 0,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        contexts: int = 1,
+        progress: bool = True,
+    ) -> int:
+        """Reads one document or several and keeps them; returns the number of new chunks.
+
+        A text is read after ``header``. Without a header it is read as the beginning of a user's
+        first message in the model's chat template; ``header=""`` reads it alone. It then serves
+        anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
+        messages are read as they are. Only requests with the same ``adapter`` can use it.
+
+        ``contexts`` says how often each of several documents is read: once after the header, then
+        after the header and another of the documents. Text that was read in up to four contexts is
+        closer to a full prefill where it is moved to. It takes that many times as long;
+        :meth:`warm_later` does it in idle time.
+
+        Reading several documents shows a progress bar if standard error is a terminal;
+        ``progress=False`` hides it.
+        """
+        if position_offset != 0:
+            raise ConfigError(
+                f"position_offset={position_offset!r} is not needed: what is read serves at any "
+                "position; to read it after other text, give that text as header"
+            )
+        return self._documents.warm(text, header, cache_salt, adapter, contexts, progress=progress)
+
+    def warm_later(
+        self,
+        documents: Sequence[str],
+        header: str | None = None,
+        *,
+        contexts: int = MOST_CONTEXTS,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
+        """Reads documents again in idle time, when nothing is to be healed: each after ``header``
+        and another of the documents, ``contexts - 1`` times. Together with :meth:`warm`, which
+        reads them after the header alone, that makes ``contexts``. Text that was read in up to four
+        contexts is closer to a full prefill where it is moved to.
+
+        Returns how many readings wait now. Two documents that do not fit the model's context
+        together are left out. At most eight million tokens wait; a warning says so if more would.
+        Readings are dropped once half of the cache's memory is taken: each takes as much as the
+        document did, and must not push others out.
+
+        The loop that batches, coroutines and a server use reads what waits; other engines do in
+        :meth:`heal`. It is lost when the engine is closed or any text is forgotten."""
+        return self._documents.warm_later(documents, header, contexts, cache_salt, adapter)
+
+    async def awarm(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
+        """Like :meth:`warm` of one text, for coroutines."""
+        return await self._documents.awarm(text, header, cache_salt, adapter)
+
+    def arrange(
+        self,
+        header: str | None,
+        documents: Sequence[str],
+        question: str,
+        *,
+        cache_salt: str = "",
+    ) -> Arrangement:
+        """Puts ``documents`` into the order with the longest exact hit, and says what that is
+        expected to save. The prompt is ``header``, documents, ``question``; with ``header=None``
+        it follows the model's chat template."""
+        return self._documents.arrange(header, documents, question, cache_salt)
+
+    def pin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction on
+        the GPU, in memory and on disk: for ``ttl`` seconds, or until :meth:`unpin` or
+        :meth:`close`. To pin it again renews it. Raises ``PinError`` if there is no room: pins may
+        take ``max_pinned_bytes``. A pin ends with the process; what is on disk stays there, and
+        pinning it in the next process computes nothing."""
+        return self._documents.pin(text, header, ttl, cache_salt)
+
+    async def apin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Like :meth:`pin`, for coroutines."""
+        return await self._documents.apin(text, header, ttl, cache_salt)
+
+    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
+        """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
+        read, _ = self._documents.read(text, header)
+        return self.drop_pin(pin_name(self._runtime.root(cache_salt), read.token_ids))
+
+    def pin_cached(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> Pin:
+        """Pins what is cached of a prompt under a name, and computes nothing: for conversations,
+        whose KV is in the cache as soon as they are answered.
+
+        The same call renews a pin: it replaces what ``name`` had pinned, so a pin grows with its
+        conversation (``prompt`` = the token ids of the prompt and the answer) and lasts another
+        ``ttl`` seconds. :meth:`drop_pin` ends it. Rows that are still approximate are pinned too,
+        and the exact ones instead once they are healed. Takes a few milliseconds at most, so a
+        coroutine may call it with token ids. Raises ``PinError`` if there is no room, and leaves
+        the earlier pin as it was; callers that can do without a pin should catch it."""
+        self._lifetime.check()
+        check_ttl(ttl)
+        ids = self._prompts.read(prompt)
+        adapters = self._runtime.adapters
+        root = adapters.root(cache_salt, adapters.applied(adapter, ids))
+        repair = self._settings.repair.name
+        return self._runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
+
+    def drop_pin(self, name: str) -> Pin | None:
+        """Ends the pin of that name; returns what it was, None if there is none."""
+        self._lifetime.check()
+        return self._runtime.store.unpin(name)
+
+    def pins(self) -> list[Pin]:
+        """All pins with their sizes and the time that is left, those that end first first."""
+        self._lifetime.check()
+        return self._runtime.store.pins()
+
+    def forget(self, text: Prompt) -> int:
+        """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
+        it (of a long text: 32 consecutive tokens of it), and every chunk that was computed after
+        one of those. Requests that run at the same time are not kept. Returns the number of
+        chunks. Raises ``ForgetError`` if some could not be removed. Other processes keep what they
+        hold in memory."""
+        self._lifetime.check()
+        prompts = self._prompts
+        ids = prompts.inside(text) if isinstance(text, str) else [prompts.read(text)]
+        return self._runtime.store.forget_text(ids)
+
+    def forget_salt(self, cache_salt: str) -> int:
+        """Forgets everything that was read under ``cache_salt``, on every tier, with no adapter and
+        with each that this engine has had; returns the number of chunks. Raises ``ForgetError`` if
+        some could not be removed."""
+        self._lifetime.check()
+        runtime = self._runtime
+        return runtime.store.forget(*runtime.adapters.roots_of_salt(cache_salt))
+
+    def clear(self) -> None:
+        """Forgets everything in memory and on disk. The remote store, which other machines share,
+        keeps its chunks."""
+        self._lifetime.check()
+        self._runtime.store.clear()
+
+    def reset_cache(self) -> None:
+        """The name of :meth:`clear` in version 0.9."""
+        self.clear()
+
+    def flush(self) -> None:
+        """Writes chunks that are only in memory to disk and to the remote store now."""
+        self._runtime.store.flush()
+
+    def heal(self, timeout: float | None = None) -> HealReport:
+        """Computes the rows that requests have left approximate, exactly, and keeps them instead:
+        the conversations are then what a full prefill would have left. Batches, coroutines and a
+        server need not call it: their loop heals whenever it is idle. Then reads what
+        :meth:`warm_later` has left. Ends after ``timeout`` seconds at the latest; requests of the
+        loop go first."""
+        self._lifetime.check()
+        if timeout is not None:
+            at_least(timeout, 0.0, "timeout")
+        return self._healer.heal(timeout, self._loop.is_busy, self._loop.wait_idle)
+
+    def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
+        """The most valuable chunks in memory: those that would be evicted last come first."""
+        whole(limit, 1, "limit")
+        found = self._runtime.store.most_valuable(limit)
+        for chunk in found:
+            chunk["text"] = self.decode(chunk.pop("token_ids")[:PREVIEW_TOKENS])
+        return found
+
+    def cache_stats(self) -> dict[str, Any]:
+        """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
+        in part; ``cache_misses`` are the chunks that the computed rows would fill. ``healing``:
+        approximate rows and what became of them; ``audit``: how far answers over moved text were
+        from exact ones."""
+        return {
+            **self._runtime.stats(),
+            "healing": self._healer.stats(),
+            "audit": {
+                **self._healer.audit_stats(),
+                "recompute_ratio": self._settings.config.recompute_ratio,
+            },
+        }
+
+    def check_integrity(self) -> list[str]:
+        """Inconsistencies in the cache's own records, across all tiers; empty if there are none. On
+        a GPU also pages that are held although no request runs."""
+        return self._runtime.check_integrity()
+
     def load_adapter(
         self, name: str, path: str | os.PathLike[str], *, in_place: bool = False
     ) -> AdapterInfo:
@@ -439,10 +744,9 @@ class KVBoost(TextCache):
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
     ) -> Calibration:
         """Finds how little of moved text may be recomputed so that the answers to ``samples`` stay
-        within ``max_kl`` of a full prefill, and uses it from now on. With ``auto`` this is the
-        tolerance, which is kept with the model's costs for later processes; with other strategies
-        it is the ratio. Read the documents of the samples first, with :meth:`warm` or in other
-        requests."""
+        within ``max_kl`` of a full prefill, and uses that ratio from now on; give it to later
+        engines as ``recompute_ratio``. Read the documents of the samples first, with :meth:`warm`
+        or in other requests."""
         found = calibrate(self, samples, max_kl, self.config.repair, cache_salt)
         self._settings.use(found)
         return found
@@ -485,6 +789,22 @@ class KVBoost(TextCache):
         """Takes no new requests and waits for the others to end; False if that took longer than
         ``timeout`` seconds."""
         return await asyncio.to_thread(self._loop.drain, timeout)
+
+    def close(self) -> None:
+        """Cancels running requests, closes the cache and restores the model's own attention. In a
+        forked child it does nothing: the engine belongs to the parent."""
+        if self._lifetime.is_elsewhere:
+            return
+        self._loop.close()
+        self._healer.close()
+        self._lifetime.is_over = True
+        self._runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return describe(self._model, self.config, is_closed=self._lifetime.is_over)

@@ -8,20 +8,11 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.cluster import (
-    Killed,
-    Settings,
-    Traffic,
-    _note,
-    forget,
-    kill_one,
-    load,
-    references,
-)
+from benchmarks.cluster import Killed, Settings, Traffic, _note, forget, kill_one, load, references
 from kvboost.bench.peers.process import Running
-from live_server import live_router, live_server
-from passages import WORDS, text
-from tiny import make_engine, tiny_model
+from support.live_server import live_router, live_server
+from support.passages import WORDS, text
+from support.tiny import make_engine, tiny_model
 
 
 @pytest.fixture

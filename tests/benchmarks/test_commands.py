@@ -14,7 +14,7 @@ from benchmarks.entries import BENCHMARKS, SCRIPTS
 from benchmarks.run_all import JOBS
 
 FOLDER = Path(benchmarks.__file__).parent
-SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small", "far_check"}
+SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small"}
 WORKERS = {"packed_worker", "vllm_connector", "vllm_runs"}
 
 runner = CliRunner()
@@ -40,13 +40,13 @@ def test_the_list_has_every_benchmark() -> None:
 def test_a_benchmark_of_the_kit_has_the_options_it_is_given(name: str) -> None:
     told = run(name, "--help").output
     given = " ".join(f"{job.arguments} {job.quick}" for job in JOBS if job.name == name).split()
-    for option in {"--quick", "--plot", "--output", "--history"} | {
+    for option in {"--quick", "--plot", "--output"} | {
         word for word in given if word.startswith("--")
     }:
         assert option in told, option
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ("gpu_kernels",)])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_explains_its_options(name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:

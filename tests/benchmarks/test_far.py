@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import far
 from benchmarks.entries import BENCHMARKS
 from kvboost.errors import KVBoostError
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has more to measure")

@@ -16,7 +16,7 @@ from benchmarks.entries import BENCHMARKS
 from benchmarks.vllm_runs import WORKER
 from kvboost import StockModel
 from kvboost.errors import ConfigError, KVBoostError
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 PROGRAM = """#!{python}
 import json, sys

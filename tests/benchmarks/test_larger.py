@@ -15,7 +15,7 @@ from benchmarks import shapes
 from benchmarks.entries import BENCHMARKS
 from benchmarks.larger import run, streaming
 from kvboost.errors import KVBoostError
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has int4 products, and they need wider rows")

@@ -7,7 +7,7 @@ from rich.console import Console
 from benchmarks import moved
 from benchmarks.entries import BENCHMARKS
 from kvboost import StockModel
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 
 def model():

@@ -9,8 +9,8 @@ from benchmarks import overload as script
 from kvboost import EngineConfig, KVBoost
 from kvboost.bench.peers.process import Running
 from kvboost.serve.settings import parse_keys
-from live_server import live_server
-from tiny import byte_tokenizer, tiny_model
+from support.live_server import live_server
+from support.tiny import byte_tokenizer, tiny_model
 
 
 def test_every_request_is_answered_right_or_refused() -> None:

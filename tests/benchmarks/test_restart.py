@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.entries import BENCHMARKS
 from benchmarks.restart import Settings
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 def test_the_first_request_of_the_next_process_hits_from_disk(tmp_path: Path) -> None:

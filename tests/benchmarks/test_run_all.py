@@ -49,12 +49,7 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
         report = {"benchmark": name, "machine": {"cpu": "x"}, "cost": _sample()}
         return 0, f"a table\n{json.dumps(report)}\n"
 
-    report = run_all(
-        tmp_path / "out",
-        Console(quiet=True),
-        history_file=tmp_path / "history.jsonl",
-        run=run,
-    )
+    report = run_all(tmp_path / "out", Console(quiet=True), run=run)
     states = results(report["outcomes"])
     assert states["serve"] == "timed out"
     assert states["restart"] == states["quality"] == "failed"
@@ -64,7 +59,6 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     ok = [name for name, state in states.items() if state == "ok"]
     assert [json.loads(line)["benchmark"] for line in lines] == ok
-    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(ok)
     quality = next(arguments for arguments in asked if arguments[0] == "quality")
     assert quality[-2:] == ["--plot", str(tmp_path / "out" / "quality.png")]
 
@@ -73,16 +67,14 @@ def _sample() -> dict[str, float]:
     return {"median_ms": 1.0, "min_ms": 1.0, "max_ms": 1.0}
 
 
-def test_the_quick_form_runs_what_has_one_and_remembers_nothing(tmp_path) -> None:
+def test_the_quick_form_runs_what_has_one(tmp_path) -> None:
     def run(arguments, log, seconds):
         assert seconds <= 90
         return 0, json.dumps({"benchmark": arguments[0], "machine": {}, "cost": _sample()})
 
-    file = tmp_path / "history.jsonl"
-    report = run_all(tmp_path, Console(quiet=True), quick=True, history_file=file, run=run)
+    report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
     states = results(report["outcomes"])
     assert states["serve"] == "skipped" and states["ttft"] == "ok"
-    assert not file.exists()
     with pytest.raises(ConfigError, match="only='nonsense' is not available"):
         run_all(tmp_path, Console(quiet=True), only=["nonsense"], run=run)
     chosen = run_all(tmp_path, Console(quiet=True), only=["ttft"], quick=True, run=run)

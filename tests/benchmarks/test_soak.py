@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.soak import CHUNKS, Soak, levels, soak, used_mb
 from kvboost.model.loading.load import wrap
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks import speculation
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 def test_it_measures_every_task(tmp_path, monkeypatch, capsys) -> None:

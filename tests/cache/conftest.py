@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from redis_server import MISSING, RedisServer
+from support.redis_server import MISSING, RedisServer
 
 pytest.register_assert_rewrite("remote_stores")  # so that what differs is shown
 

@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT, packing
 from kvboost.cache import admission
 from kvboost.cache.eviction.policy import LRU, Entry
 from kvboost.cache.quantize import KVData, NewRows
@@ -19,6 +18,7 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import TokenIds, as_token_ids
+from support.chunks import ORIGIN, ROOT, packing
 
 CHUNK = 4
 ROW_BYTES = 2 * 4
@@ -54,10 +54,7 @@ class Rows:
 
 
 def make_store(
-    max_rows: int = 1000,
-    gpu_rows: int = 0,
-    policy: type[LRU] = LRU,
-    max_chunks: int | None = None,
+    max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU, max_chunks: int | None = None
 ) -> ChunkStore:
     gpu = GpuTier(gpu_rows * ROW_BYTES, torch.device("cpu")) if gpu_rows else None
     return ChunkStore(

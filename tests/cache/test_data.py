@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.data import ChunkData
 from kvboost.cache.quantize import KVFormat, plain
@@ -16,7 +15,8 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.tokens.hashing import ChunkKey
-from planting import WRONG, chunk_files, rewrite
+from support.chunks import make_chunk
+from support.planting import WRONG, chunk_files, rewrite
 
 FORMAT = KVFormat(2, 1, 4, torch.float32)
 CHUNK_BYTES = make_chunk([1, 2, 3, 4]).nbytes
@@ -70,6 +70,17 @@ def test_what_is_put_is_fetched_as_it_was(open_data: Open) -> None:
     data.put(chunks)
     assert data.is_ready(keys_of(chunks)) and is_there(data, chunks)
     assert data.take_gone() == [] and data.stats()["ram"].hits == 3
+
+
+def test_at_hand_are_chunks_of_the_fastest_tier_that_are_as_planned(open_data: Open) -> None:
+    data, chunks = open_data(ram=2, disk=True), text(1, 2)
+    data.put(chunks)
+    data.flush()
+    infos = [chunk.info for chunk in chunks]
+    assert data.at_hand(infos) == chunks
+    assert data.at_hand([infos[0], replace(infos[1], base_position=8)]) is None
+    data.put(text(3, 4))
+    assert data.at_hand(infos) is None and is_there(data, chunks)
 
 
 def test_what_is_evicted_is_reported_once(open_data: Open) -> None:

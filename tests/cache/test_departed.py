@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from chunks import make_chunk
 from kvboost.cache.departed import REMEMBERED, Departed, gone_rows
 from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
+from support.chunks import make_chunk
 
 ROOT = root_key("model", "")
 IDS = as_token_ids(range(50))

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import ROOT, make_chunk
 from kvboost import CacheFolderError, ConfigError
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage, Origin
@@ -26,7 +25,8 @@ from kvboost.config import cache_dir, format_bytes, parse_bytes
 from kvboost.errors import ForgetError
 from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.tokens.hashing import as_token_ids, branch_key
-from tiny import byte_tokenizer
+from support.chunks import ROOT, make_chunk
+from support.tiny import byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
 TEXT = "A secret that the lamp keeper told nobody but the gulls on the rocks."
@@ -70,10 +70,7 @@ def keys(path: Path) -> set[str]:
 
 @pytest.fixture
 def chunks() -> list[KVChunk]:
-    return [
-        *line("the first part", " and what follows"),
-        *line("other", origin=TWO),
-    ]
+    return [*line("the first part", " and what follows"), *line("other", origin=TWO)]
 
 
 @pytest.fixture

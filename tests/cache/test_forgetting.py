@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from chunks import ORIGIN, ROOT, make_chunk, packing
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
@@ -22,7 +21,8 @@ from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.errors import ForgetError
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
-from planting import chunk_files
+from support.chunks import ORIGIN, ROOT, make_chunk, packing
+from support.planting import chunk_files
 
 CHUNK = 32
 TEXT, OTHER = list(range(200)), list(range(1000, 1200))

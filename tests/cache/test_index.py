@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT, make_chunk, packing
 from kvboost.cache.chunk import Origin
 from kvboost.cache.index import Index
 from kvboost.cache.store import ChunkStore
@@ -14,6 +13,7 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids
+from support.chunks import ORIGIN, ROOT, make_chunk, packing
 
 CHUNK = 4
 

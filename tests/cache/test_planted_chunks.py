@@ -18,7 +18,7 @@ from kvboost.cache.folder import CacheFolder
 from kvboost.cache.lookup.catalogue import holding, preceding
 from kvboost.cache.quantize import Quantizer
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
-from planting import BAD_HEADERS, WRONG, chunk_files, plant, rewrite
+from support.planting import BAD_HEADERS, WRONG, chunk_files, plant, rewrite
 
 PREFIX = GenerationMode.PREFIX_CACHE
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2

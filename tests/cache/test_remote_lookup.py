@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from chunks import ORIGIN, ROOT, packing
 from kvboost import ForgetError, GenerationMode, KVBoost
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
@@ -23,8 +22,9 @@ from kvboost.results import ReuseReport
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.marks import SHARED
-from redis_server import RedisServer
-from tiny import make_engine, tiny_model
+from support.chunks import ORIGIN, ROOT, packing
+from support.redis_server import RedisServer
+from support.tiny import make_engine, tiny_model
 
 Open = Callable[..., KVBoost]
 

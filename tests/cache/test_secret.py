@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 from typer.testing import CliRunner
 
-from chunks import make_chunk
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
@@ -23,7 +22,8 @@ from kvboost.cache.secret import Secret
 from kvboost.cli.main import app
 from kvboost.config import EngineConfig
 from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
-from planting import chunk_files
+from support.chunks import make_chunk
+from support.planting import chunk_files
 
 OURS, THEIRS = "a secret of ours", "a secret of theirs"
 PREFIX = GenerationMode.PREFIX_CACHE

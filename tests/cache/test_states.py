@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.mixed import states_of, with_states
 from kvboost.cache.states import TurnEnds, rows_only
+from support.chunks import make_chunk
 
 
 def chunk_at(position: int) -> KVChunk:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT, packing
 from kvboost.cache.admission import Pack
 from kvboost.cache.quantize import KVData
 from kvboost.cache.store import ChunkLost, ChunkStore
@@ -17,6 +16,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
+from support.chunks import ORIGIN, ROOT, packing
 
 CHUNK = 4
 ROW_BYTES = 2 * 4  # keys and values, one float each

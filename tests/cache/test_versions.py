@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from chunks import make_chunk
 from kvboost import GenerationMode, KVBoost
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
@@ -19,9 +18,10 @@ from kvboost.cache.tiers.disk import DiskTier
 from kvboost.checks.rehearsal import rehearse
 from kvboost.errors import CacheFolderError, ForgetError
 from kvboost.model.loading.tokenizer import ModelTokenizer
-from planting import OTHER_VERSIONS, chunk_files, plant
-from remote_stores import opened
-from tiny import byte_tokenizer
+from support.chunks import make_chunk
+from support.planting import OTHER_VERSIONS, chunk_files, plant
+from support.remote_stores import opened
+from support.tiny import byte_tokenizer
 
 PREFIX = GenerationMode.PREFIX_CACHE
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2

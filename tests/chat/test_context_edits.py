@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from chat_templates import QWEN, tokenizer_with
 from kvboost import AppliedEdit, ConfigError, Conversation, KVBoost
 from kvboost.chat.context_edits import CLEARED, THINKING, TOOL_USES, edit_context
 from kvboost.model.loading.tokenizer import ModelTokenizer
-from tiny import tiny_model
+from support.chat_templates import QWEN, tokenizer_with
+from support.tiny import tiny_model
 
 TEMPLATE = QWEN.replace(
     "'assistant:' + (message.content or '')",

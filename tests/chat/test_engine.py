@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from chat_templates import BEGUN, QWEN, tokenizer_with
 from kvboost import Conversation, KVBoost, PromptError, StructuredOutputError
-from tiny import tiny_model
+from support.chat_templates import BEGUN, QWEN, tokenizer_with
+from support.tiny import tiny_model
 
 ASK = [{"role": "user", "content": "Rain in Rome?"}]
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}

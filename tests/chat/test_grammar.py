@@ -15,7 +15,7 @@ from kvboost.chat.parser import TextParser, collect
 from kvboost.chat.styles import BARE, TAGGED, CallStyle
 from kvboost.results import ParsedAnswer
 from kvboost.structured.formats import choice_grammar
-from tiny import EOS, make_engine, tiny_model
+from support.tiny import EOS, make_engine, tiny_model
 
 WEATHER = {
     "type": "object",

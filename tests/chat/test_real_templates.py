@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from chat_templates import tokenizer_with
 from kvboost import KVBoost, SpanKind
 from kvboost.chat.context_edits import CLEARED, TOOL_USES
 from kvboost.results import GenerationResult
 from kvboost.tokens.prompt import Conversation
-from test_reuse import BASELINE, EXACT
-from tiny import tiny_model
+from support.chat_templates import tokenizer_with
+from support.prompts import BASELINE, EXACT
+from support.tiny import tiny_model
 
 TEMPLATES = Path(__file__).parent / "templates"
 REASONING = ["Qwen3-0.6B", "GLM-4.6", "gpt-oss-120b"]

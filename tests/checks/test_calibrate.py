@@ -2,13 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost import KVBoost
-from kvboost.checks.calibrate import TOLERANCES
-from kvboost.config import DEFAULT_RATIO, EngineConfig
 from kvboost.errors import ConfigError, PromptError
-from kvboost.model.loading.load import wrap
-from test_reuse import HEADER, PASSAGES, prompt_of
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.prompts import HEADER, PASSAGES, prompt_of
+from support.tiny import make_engine, tiny_model
 
 SAMPLES = [prompt_of([3, 1, 0, 2]), prompt_of([2, 0, 3, 1])]
 
@@ -41,23 +37,6 @@ def test_reuse_that_would_not_be_faster_is_calibrated_too(engine) -> None:
     assert found.steps[0].mean_kl > 1e-4  # though computing the text would be faster, it was moved
     assert all(step.mean_kl > 0 for step in found.steps[:-1])
     assert found.holds == (found.steps[-1].mean_kl == 0)
-
-
-def test_the_loosest_tolerance_that_holds_is_kept_with_the_costs(tmp_path) -> None:
-    costs, model = tmp_path / "costs.json", wrap(tiny_model("llama"), byte_tokenizer())
-    with KVBoost(model, EngineConfig(), costs) as engine:
-        for passage in PASSAGES:
-            engine.warm([*HEADER, *passage])
-        loosest = engine.calibrate(SAMPLES, max_kl=10.0)
-        assert (loosest.ratio, loosest.tolerance) == (DEFAULT_RATIO, TOLERANCES[0])
-        strict = engine.calibrate(SAMPLES, max_kl=0.9 * loosest.steps[0].mean_kl)
-        assert strict.tolerance is not None and strict.tolerance < TOLERANCES[0]
-        assert strict.steps[-1].charged_share > strict.steps[0].charged_share
-        assert engine.config.repair.tolerance == strict.tolerance
-    with KVBoost(model, EngineConfig(), costs) as engine:
-        assert engine.config.repair.tolerance == strict.tolerance
-    with KVBoost(model, EngineConfig(recompute_tolerance=0.5), costs) as engine:
-        assert engine.config.repair.tolerance == 0.5
 
 
 def test_strategies_without_a_ratio_are_refused() -> None:

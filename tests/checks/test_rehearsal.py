@@ -9,7 +9,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.checks.rehearsal import RATIOS
 from kvboost.errors import KVBoostError
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.checks import verify
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 def damage(chunk):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import app
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 runner = CliRunner()
 
@@ -43,7 +43,7 @@ def test_every_benchmark_of_the_list_is_a_command_with_the_options_it_is_given()
     for name in BENCHMARKS:
         assert name in shown
         told = run(name, "--help").output
-        for option in ("--quick", "--plot", "--output", "--history"):
+        for option in ("--quick", "--plot", "--output"):
             assert option in told, (name, option)
 
 
@@ -63,16 +63,16 @@ def test_help_explains_an_option_with_its_choices_and_default() -> None:
 
 
 def test_a_benchmark_is_measured_drawn_and_remembered(model, tmp_path) -> None:
-    picture, output, history = (tmp_path / name for name in ("q.png", "q.json", "h.jsonl"))
+    picture, output = tmp_path / "q.png", tmp_path / "q.json"
     few = ("--chunk-size", "64", "--bits", "16", "--bits", "4", "--strategy", "none")
-    files = ("--plot", str(picture), "--output", str(output), "--history", str(history))
+    files = ("--plot", str(picture), "--output", str(output))
     done = run("quality", "-m", model, "--quick", *few, *files, "--dtype", "float32")
     report = report_of(done)
     assert [one["kept"] for one in report["summaries"]] == ["fixed 64, 16 bits", "fixed 64, 4 bits"]
     assert report["settings"]["bits"] == [16, 4] and report["settings"]["limit"] == 1
     assert "tokens/s read" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(output.read_text()) == report == json.loads(history.read_text())
+    assert json.loads(output.read_text()) == report
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,3 @@ def test_mistakes_are_one_line_and_found_before_a_model_is_loaded(arguments, mes
 def test_an_unknown_option_is_a_usage_error() -> None:
     done = run("ttft", "--colour", "red")
     assert done.exit_code == 2 and "--colour" in done.output
-
-
-def test_a_benchmark_that_has_moved_says_where_to() -> None:
-    for arguments in (("gpu", "--shape", "7b"), ("all", "--help")):
-        done = run(*arguments)
-        assert done.exit_code == 2
-        told = " ".join(done.stderr.split())
-        assert f"in a clone of KVBoost, run: python -m benchmarks {arguments[0]}" in told
-    assert "soak" not in run("--help").output

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk, Origin
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cli import app
-from tiny import byte_tokenizer
+from support.chunks import make_chunk
+from support.tiny import byte_tokenizer
 
 runner = CliRunner()
 COMMANDS = ("ls", "info", "verify", "clear", "export", "import", "forget")

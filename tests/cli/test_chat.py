@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvboost.cli import chat
 from kvboost.cli.chat import Conversation
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 Talk = Callable[..., str]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from homes import use_home
 from kvboost.cli import app
 from kvboost.cli.explained_requests import read_requests
 from kvboost.errors import ConfigError
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.homes import use_home
+from support.live_server import live_server
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 SYSTEM = "You are an agent.\nIt is 10:21.\nRead before you write, and test after it.\n"
 FILE = "def answer():\n    return 42\n" * 6

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvboost
-from homes import use_home
 from kvboost.cli import app
 from kvboost.cli.demo import CODE_QUESTIONS
-from tiny import byte_tokenizer, tiny_model
+from support.homes import use_home
+from support.tiny import byte_tokenizer, tiny_model
 
 runner = CliRunner()
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from kvboost.cli import app
 from kvboost.serve import process
-from live_server import wait_for
-from scripted_upstream import lists, say, upstream
-from server_process import ServerProcess
+from support.live_server import wait_for
+from support.scripted_upstream import lists, say, upstream
+from support.server_process import ServerProcess
 
 URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2/v1")
 

@@ -12,11 +12,11 @@ import trustme
 from typer.testing import CliRunner
 
 import kvboost
-from fake_engine import FakeEngine
 from kvboost.cli import app
 from kvboost.config import EngineOptions
 from kvboost.serve import process as running
 from kvboost.serve.remote import processes as running_apart
+from support.fake_engine import FakeEngine
 
 
 class Loaded(FakeEngine):

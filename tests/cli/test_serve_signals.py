@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import routed
+from support import routed
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,9 +10,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from live_server import live_router, wait_for
-from routed import CLIENT, ask, get, metric
-from scripted_upstream import hang, hang_up, lists, say, stream, upstream, wire
+from support.live_server import live_router, wait_for
+from support.routed import CLIENT, ask, get, metric
+from support.scripted_upstream import hang, hang_up, lists, say, stream, upstream, wire
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LENGTH = OK + b"content-length: 2\r\n"

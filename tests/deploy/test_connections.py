@@ -17,13 +17,13 @@ import pytest
 import trustme
 import uvloop
 
-from fake_engine import FakeEngine
 from kvboost.deploy.connections import Connections, read_up_to
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
-from live_server import live_app, live_router
-from routed import ask
-from scripted_upstream import hang, hang_up, say, stream, upstream, wire
+from support.fake_engine import FakeEngine
+from support.live_server import live_app, live_router
+from support.routed import ask
+from support.scripted_upstream import hang, hang_up, say, stream, upstream, wire
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -20,7 +20,7 @@ from kvboost.deploy.content import (
     tenant_of,
     word_ids,
 )
-from passages import of, text
+from support.passages import of, text
 
 
 def shared(one: Sketch, other: Sketch) -> float:

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from kvboost.deploy.proxy import create_router
 from kvboost.deploy.state import ProxySettings
-from live_server import connect, live_router, read_until, wait_for
-from routed import CLIENT, answers, ask, get, metric, raw_request
-from scripted_upstream import lists, stream, upstream
+from support.live_server import connect, live_router, read_until, wait_for
+from support.routed import CLIENT, answers, ask, get, metric, raw_request
+from support.scripted_upstream import lists, stream, upstream
 
 BODY = b'{"prompt": "x"}'
 SMUGGLED = b"GET /v1/smuggled HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import openai
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.deploy.content import sketch
 from kvboost.deploy.models import joined, listed, shown_names
 from kvboost.serve.settings import ApiKey
-from live_server import live_router, live_server, wait_for
-from routed import CLIENT, ask, get, warmed
-from scripted_upstream import hang, lists, say, upstream
+from support.fake_engine import FakeEngine
+from support.live_server import live_router, live_server, wait_for
+from support.routed import CLIENT, ask, get, warmed
+from support.scripted_upstream import hang, lists, say, upstream
 
 
 @pytest.fixture

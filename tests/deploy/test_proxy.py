@@ -8,14 +8,14 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.deploy.router import RouterSettings
 from kvboost.deploy.state import ProxySettings
 from kvboost.errors import ConfigError
-from live_server import connect, events, live_router, live_server, read_until, wait_for
-from passages import text
-from routed import CLIENT, COMPLETIONS, ask, get, metric, warmed
-from scripted_upstream import hang, hang_up, say, stream, upstream
+from support.fake_engine import FakeEngine
+from support.live_server import connect, events, live_router, live_server, read_until, wait_for
+from support.passages import text
+from support.routed import CLIENT, COMPLETIONS, ask, get, metric, warmed
+from support.scripted_upstream import hang, hang_up, say, stream, upstream
 
 
 @pytest.fixture

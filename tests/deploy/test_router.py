@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvboost.deploy.content import MARK_TOKENS, NOTHING, Sketch
 from kvboost.deploy.router import Known, Recent, Router, RouterSettings
 from kvboost.errors import ConfigError
-from passages import of, text
+from support.passages import of, text
 
 
 def make(*names: str, **settings: object) -> Router:

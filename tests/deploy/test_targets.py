@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvboost.deploy.targets import check_target, is_plain
 from kvboost.serve.errors import ApiError
-from live_server import live_router
-from routed import answers, raw_request
-from scripted_upstream import upstream
+from support.live_server import live_router
+from support.routed import answers, raw_request
+from support.scripted_upstream import upstream
 
 PARTS = [
     *("/", "//", ".", "..", "...", "\\", ";", "%", "#", "?", " ", "\0", "~", ":", "@", "{", "é"),

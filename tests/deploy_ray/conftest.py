@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from redis_server import MISSING, RedisServer
+    from support.redis_server import MISSING, RedisServer
 
     if MISSING:
         pytest.skip(MISSING)

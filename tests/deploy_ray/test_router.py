@@ -10,7 +10,7 @@ import pytest
 from kvboost.deploy.ray.replica import Progress
 from kvboost.deploy.ray.router import ContentRouter
 from kvboost.deploy.router import Known
-from passages import of, text
+from support.passages import of, text
 
 
 def replica(name: str, **stats: object) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from ray import serve
 
-from live_server import wait_for
+from support.live_server import wait_for
 
 CLIENTS = 20
 """More than one engine runs at once (16)."""

@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray import serve
 
-from live_server import wait_for
+from support.live_server import wait_for
 
 QUERY = {"strategy": "query"}
 EXACT = {"mode": "prefix_cache"}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cores import cores_per_worker
 from kvboost import KVBoost
+from support.cores import cores_per_worker
 
 
 @pytest.fixture(autouse=True)

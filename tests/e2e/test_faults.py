@@ -15,7 +15,7 @@ import torch
 from benchmarks.faults.workers import prompt
 from kvboost import GenerationMode, KVBoost
 from kvboost.cache.tiers import disk
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 PREFIX = GenerationMode.PREFIX_CACHE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kv_events import Subscriber
-from server_process import ServerProcess
+from support.kv_events import Subscriber
+from support.server_process import ServerProcess
 
 BLOCK = 32
 

@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
-from live_server import wait_for
-from passages import text
-from server_process import ServerProcess
-from tiny import byte_tokenizer, tiny_model
+from support.live_server import wait_for
+from support.passages import text
+from support.server_process import ServerProcess
+from support.tiny import byte_tokenizer, tiny_model
 
 KEYS = {"KVBOOST_API_KEYS": "ann:k-ann,bob:k-bob", "OMP_NUM_THREADS": "1"}
 

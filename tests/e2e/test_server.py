@@ -12,8 +12,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from server_process import ServerProcess
-from tiny import byte_tokenizer, tiny_model
+from support.server_process import ServerProcess
+from support.tiny import byte_tokenizer, tiny_model
 
 MODEL = "smollm2-135m"
 DOCUMENT = (

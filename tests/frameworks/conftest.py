@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from server_process import ServerProcess
+from support.server_process import ServerProcess
 
 OF_FRAMEWORKS = [
     *("test_history.py", "test_howto.py", "test_instructor.py", "test_litellm.py"),
@@ -65,7 +65,8 @@ def model_folder() -> Path:
     """The folder of the server's model, for clients that read its tokenizer or its weights."""
     if Path(MODEL).is_dir():
         return Path(MODEL)
-    program = "import sys; from kvboost.model.loading.weights import pull_model as p; print(p(sys.argv[1]))"
+    program = "from kvboost.model.loading.weights import pull_model; import sys; "
+    program += "print(pull_model(sys.argv[1]))"
     command = [os.environ["KVBOOST_SERVER_PYTHON"], "-c", program, MODEL]
     return Path(subprocess.check_output(command, text=True).splitlines()[-1])
 
@@ -107,7 +108,7 @@ def has_run() -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the table of docs/frameworks.md."""
+    """Prints the table of docs/howto/agents.md."""
     lines = ["| package | version | run against `kvboost serve` |", "| --- | --- | --- |"]
     lines += [
         f"| {name} | {number} | {'; '.join(ran[name, number])} |" for name, number in sorted(ran)

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bodies import TOOL, streamed
+
+from support.client_bodies import TOOL, streamed
 
 PACKAGES = Path(sys.prefix) / "node" / "node_modules"
 needs_packages = pytest.mark.skipif(

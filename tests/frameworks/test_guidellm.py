@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from questions import passages
+
+from support.questions import passages
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])

@@ -19,7 +19,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from questions import sheets
+
+from support.questions import sheets
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import instructor
 import openai
 import pytest
-from questions import Verdict
+
+from support.questions import Verdict
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])

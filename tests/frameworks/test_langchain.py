@@ -11,7 +11,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
-from questions import NOTES, Verdict
+
+from support.questions import NOTES, Verdict
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
-from questions import NOTES, Verdict
+
+from support.questions import NOTES, Verdict
 
 
 @pytest.fixture

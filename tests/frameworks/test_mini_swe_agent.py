@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from questions import DOCS
+from support.questions import DOCS
 
 STEPS, TRIGGER = 5, 3
 COMMAND = "head -n 16 server.md && sed -i 1,16d server.md"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ollama
 import pytest
-from questions import Verdict
+
+from support.questions import Verdict
 
 MESSAGES = [{"role": "user", "content": "Name an animal."}]
 OPTIONS = {"num_predict": 8, "temperature": 0}

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 
 import httpx
-from bodies import TOOL, post, streamed
+
+from support.client_bodies import TOOL, post, streamed
 
 VERSION = "0.12.4"
 MESSAGES = [

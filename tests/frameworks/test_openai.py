@@ -6,8 +6,9 @@ import json
 
 import openai
 import pytest
-from bodies import TOOL
-from questions import NOTES, Verdict
+
+from support.client_bodies import TOOL
+from support.questions import NOTES, Verdict
 
 
 @pytest.fixture

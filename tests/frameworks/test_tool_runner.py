@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import anthropic
 from anthropic import beta_tool
-from questions import sheets
+
+from support.questions import sheets
 
 TURNS, TRIGGER, KEPT = 7, 4, 2
 EDITS = {
@@ -31,7 +32,7 @@ def test_old_results_are_cleared_and_what_follows_is_moved(
 ) -> None:
     """The runner asks for a thread at first, and sends whole conversations once it is refused."""
     client = anthropic.Anthropic(base_url=server.root, api_key="none", max_retries=0, timeout=300)
-    pages = iter(sheets("healing", TURNS))
+    pages = iter(sheets("structured", TURNS))
     read: list[str] = []
 
     @beta_tool

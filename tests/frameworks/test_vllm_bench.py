@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from questions import passages
+
+from support.questions import passages
 
 BENCH_SERVE = """
 import sys

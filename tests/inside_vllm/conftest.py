@@ -20,8 +20,8 @@ os.environ |= {
 
 import pytest  # noqa: E402
 
-pytest.register_assert_rewrite("engines")
-from engines import ALWAYS, Engine, Texts  # noqa: E402
+pytest.register_assert_rewrite("support.vllm_engines")
+from support.vllm_engines import ALWAYS, Engine, Texts  # noqa: E402
 
 
 @pytest.fixture(scope="module")

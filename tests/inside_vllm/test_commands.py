@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ALWAYS, PAGE, Engine, Texts
 
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.metrics import Stats
-from planting import chunk_files
+from support.planting import chunk_files
+from support.vllm_engines import ALWAYS, PAGE, Engine, Texts
 
 EVERYTHING = {"forget": "everything"}
 

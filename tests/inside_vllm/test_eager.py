@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import ALWAYS, MODEL, PAGE, Engine, Texts
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvboost import KVBoost
@@ -16,6 +15,7 @@ from kvboost.integrations.vllm import check
 from kvboost.integrations.vllm import worker as worker_module
 from kvboost.integrations.vllm.branches import Branches
 from kvboost.reuse.rope import Rotation
+from support.vllm_engines import ALWAYS, MODEL, PAGE, Engine, Texts
 
 
 @pytest.fixture(scope="module")

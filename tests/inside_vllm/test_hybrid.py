@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine, Texts, here
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
+from support.vllm_engines import Engine, Texts, here
 
 WINDOW = 64
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import msgspec
-from engines import MODEL
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,8 +14,9 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from kv_events import Subscriber
-from server_process import ServerProcess
+from support.kv_events import Subscriber
+from support.server_process import ServerProcess
+from support.vllm_engines import MODEL
 
 BLOCK = 16
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engines import ALWAYS, PAGE, Engine, Texts
+
+from support.vllm_engines import ALWAYS, PAGE, Engine, Texts
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from redis_server import MISSING, RedisServer
+from support.redis_server import MISSING, RedisServer
 
-PROGRAM = Path(__file__).with_name("one_engine.py")
 SMALL = {"max_cache_bytes": 8 << 20}
 """Room for one chunk: whatever else is reused comes from a slow tier."""
 
@@ -21,10 +21,11 @@ SMALL = {"max_cache_bytes": 8 << 20}
 class Process:
     def __init__(self, **extra: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(extra)],
+            [sys.executable, "-m", "support.one_vllm_engine", json.dumps(extra)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._answer()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from engines import ALWAYS, Engine, Texts
 
 from kvboost.cache.tiers.remote.tier import RemoteTier
-from redis_server import MISSING, RedisServer
+from support.redis_server import MISSING, RedisServer
+from support.vllm_engines import ALWAYS, Engine, Texts
 
 ONE_CHUNK = 8 << 20
 """Bytes of memory with room for one chunk: all others are in Redis only."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ALWAYS, MODEL, PAGE
 from typer.testing import CliRunner
 
 import kvboost
@@ -27,6 +26,7 @@ from kvboost.cli import app
 from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.environment import TRANSFER
 from kvboost.reuse.repair import MOST_BUDGET
+from support.vllm_engines import ALWAYS, MODEL, PAGE
 
 NAME = "small"
 START_SECONDS = 600

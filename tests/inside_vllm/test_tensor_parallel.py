@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer, Engine, Texts, here
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvboost.integrations.vllm.repair import Repairer
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
+from support.vllm_engines import Answer, Engine, Texts, here
 
 MOVED = 400
 """Fewer rows of the prompts in another order are not moved."""
@@ -167,7 +167,7 @@ def make_late(_: object) -> None:
     worker = here()
     if get_tensor_model_parallel_rank() == 1:
         worker._thread = Late(worker._thread)
-        worker._data.is_ready = lambda keys: False
+        worker._data.at_hand = lambda planned: None
 
 
 def make_punctual(_: object) -> int:
@@ -175,7 +175,7 @@ def make_punctual(_: object) -> int:
     if get_tensor_model_parallel_rank() == 0:
         return 0
     late, worker._thread = worker._thread, worker._thread._thread
-    del worker._data.is_ready
+    del worker._data.at_hand
     return int(late.asked)
 
 

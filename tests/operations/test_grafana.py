@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from fake_engine import FakeEngine
 from kvboost.serve.metrics import Metrics
+from support.fake_engine import FakeEngine
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "kvboost.json"
 NAME = re.compile(r"\bkvboost_\w+")
@@ -31,6 +31,9 @@ class BusyEngine(FakeEngine):
             "audit": {**audit, "recompute_ratio": 0.1},
             "tiers": {"ram": tier},
         }
+
+    def serving_stats(self) -> Any:
+        return {**super().serving_stats(), "shared_kv_bytes": 1}
 
 
 def samples() -> dict[str, set[str]]:
@@ -80,3 +83,16 @@ def test_counters_are_rates_and_panels_do_not_overlap() -> None:
         }
         assert not taken & cells and place["x"] + place["w"] <= 24
         taken |= cells
+
+
+def test_the_page_names_the_metrics_that_the_server_has() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    section = page.partition("## Metrics and a dashboard")[2].partition("\n## ")[0]
+    rows = [
+        row for row in section.splitlines() if row.startswith("| ") and "--kv-events" not in row
+    ]
+    named = {name for row in rows for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", row)}
+    exported = {re.sub("^kvboost_|_(bucket|count|sum)$", "", name) for name in samples()}
+    assert len(named) > 30
+    left_out = re.compile("serving_max_|.*_created$")  # limits, and when a counter began
+    assert named == {name for name in exported if not left_out.match(name)}

@@ -15,9 +15,9 @@ import httpx
 import yaml
 from typer.testing import CliRunner
 
-from fake_engine import ReadsForever
 from kvboost.cli import app
-from live_server import live_server
+from support.fake_engine import ReadsForever
+from support.live_server import live_server
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from fake_engine import ReadsForever
 from kvboost.serve.settings import parse_keys
-from live_server import live_server
-from serve_command import serve_options
+from support.fake_engine import ReadsForever
+from support.live_server import live_server
+from support.serve_command import serve_options
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSION = "1.30"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_command import serve_options
+from support.serve_command import serve_options
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvboost.service"
 

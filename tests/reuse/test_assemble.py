@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunks import ORIGIN, ROOT
 from kvboost.cache.quantize import NewRows, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.arena import Arena
@@ -22,7 +21,8 @@ from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.reuse.assemble import Packer
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
-from tiny import DEVICE
+from support.chunks import ORIGIN, ROOT
+from support.tiny import DEVICE
 
 SHAPE = KVShape(3, 2, 8, torch.float32, torch.device(DEVICE))
 ROWS = 12 * PAGE + 5

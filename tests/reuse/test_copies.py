@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import make_chunk
 from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.config import MOST_CONTEXTS
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import choose
+from support.chunks import make_chunk
 
 
 def run(start: int, end: int, name: int, **given: object) -> MovedRun:
@@ -34,18 +34,12 @@ def test_every_further_copy_of_a_row_has_its_number() -> None:
     copies = further_copies(found, chosen, "ram")
     assert parts(copies) == [[(40, 100)]]  # the third run serves rows of its own already
     more = [*found, run(50, 130, 4)]
-    assert parts(further_copies(more, chosen, "ram")) == [
-        [(40, 100), (100, 130)],
-        [(50, 100)],
-    ]
+    assert parts(further_copies(more, chosen, "ram")) == [[(40, 100), (100, 130)], [(50, 100)]]
 
 
 def test_copies_that_would_not_help_are_left_out() -> None:
     first = run(0, 100, 1)
-    others = [
-        run(0, 100, 2, lineage=Lineage.APPROXIMATE),
-        run(0, 100, 3, tier="disk"),
-    ]
+    others = [run(0, 100, 2, lineage=Lineage.APPROXIMATE), run(0, 100, 3, tier="disk")]
     assert further_copies([first, *others], (first,), "ram") == ()
     alike = run(0, 100, 1, resemblance=0.9)
     assert further_copies([alike, run(0, 100, 2)], (alike,), "ram") == ()

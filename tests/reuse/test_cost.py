@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import Plan, make_plan
 from kvboost.reuse.step_times import size_of
+from support.chunks import make_chunk
 
 FIXED, ROW, KEY = 0.05, 0.0005, 1e-7
 
@@ -83,10 +83,6 @@ def test_moving_pays_where_it_is_faster_by_a_tenth() -> None:
     assert cost.moving_pays(moved_plan(4000, 16, 3900), auto)
     assert not cost.moving_pays(moved_plan(4000, 16, 3900), auto, more_seconds=3.0)
     assert not cost.moving_pays(moved_plan(400, 16, 80), auto)
-    shallow, deep = (
-        cost.moving_pays(moved_plan(420, 16, 390), auto, probe_depth=x) for x in (0, 9)
-    )
-    assert shallow and not deep
 
 
 def test_rows_from_a_slow_folder_do_not_make_those_in_memory_seem_slow(tmp_path) -> None:

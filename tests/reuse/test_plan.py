@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import make_chunk
 from kvboost import SpanKind
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
@@ -18,6 +17,7 @@ from kvboost.config import LEAST_MOVED
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import LEAST_TOKENS, choose, make_plan
 from kvboost.reuse.rope import Rotation
+from support.chunks import make_chunk
 
 
 def chunk(name: str, base: int, length: int, lineage: Lineage = Lineage.EXACT) -> ChunkInfo:

@@ -5,7 +5,7 @@ import torch
 
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.execution.segment import ChunkWindow, rows_first
+from kvboost.model.execution.segment import ChunkWindow, Rules, rows_first
 from kvboost.reuse import probe
 from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation
 
@@ -20,8 +20,7 @@ def filled_kv() -> RequestKV:
 
 
 @pytest.mark.parametrize(
-    ("window", "sinks"),
-    [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])],
+    ("window", "sinks"), [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])]
 )
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
 def test_attention_mass_is_the_weight_each_row_receives(
@@ -35,7 +34,7 @@ def test_attention_mass_is_the_weight_each_row_receives(
     mass.kv = kv
     last = None if sinks is None else torch.tensor(sinks)
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
-        mass.on_query(layer, rows_first(query), 0.3, window, last)
+        mass.on_query(layer, rows_first(query), Rules(0.3, window, sinks=last))
     expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
         for row in range(ROWS):

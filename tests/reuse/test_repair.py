@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.probe import AttentionMass
@@ -27,6 +26,7 @@ from kvboost.reuse.repair import (
     probe_rows,
     probed_layers,
 )
+from support.chunks import make_chunk
 
 LAYERS, PROMPT, MOVED = 10, 130, range(10, 110)
 DEPTH = len(probed_layers(LAYERS).late)

@@ -5,7 +5,7 @@ import torch
 
 from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.reuse.rope import Rotation
-from tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
+from support.tiny import CONTEXT, ROPE_MODELS, make_engine, tiny_model
 
 ORIGINAL = {"original_max_position_embeddings": 64}
 SCALED = {

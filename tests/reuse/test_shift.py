@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
 
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import rows_first
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
+from kvboost.reuse.shift import ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 PROMPT = 10
@@ -87,20 +85,3 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
 def test_a_slice_shifts_only_its_own_rows() -> None:
     part, every = SPANS.between(4, 7).block_of.tolist(), SPANS.block_of.tolist()
     assert part == [*[-1] * 4, *every[4:7], *[-1] * 3]
-
-
-def test_a_later_round_shifts_what_is_stale_and_trusts_its_rows_less() -> None:
-    fresh = np.zeros(PROMPT, bool)
-    fresh[[2, 3, 9]] = True  # row 9 is not moved
-    later = SPANS.after(fresh)
-    assert np.flatnonzero(later.block_of >= 0).tolist() == [4, 5, 6, 7, 8]
-    assert later.seen.tolist() == [2, 0]
-    positions = np.array([6, 7, 9])
-    first, second = SPANS.weights(positions), later.weights(positions)
-    assert first is not None and second is not None and np.array_equal(first, second)
-    again = later.after(np.arange(PROMPT) == 6)
-    third = again.weights(np.array([7, 8]))
-    assert third is not None and third.shape == (2, BLOCKS, BLOCKS)
-    blocks = again.block_of[[7, 8]] % BLOCKS
-    trust = 2 / (2 + 1 + PRIOR_ROWS)
-    assert third[1][:, blocks].sum(1).tolist() == pytest.approx([trust] * BLOCKS)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.reuse.step_times import (
-    FIXED_ROWS,
-    KEPT,
-    LEAST,
-    MOST_ROWS,
-    RECENT,
-    StepTimes,
-    rising,
-)
+from kvboost.reuse.step_times import FIXED_ROWS, KEPT, LEAST, MOST_ROWS, RECENT, StepTimes, rising
 
 
 def test_a_busy_machine_changes_little() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters import merge, write_adapter
 from kvboost import KVBoost
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.errors import AdapterError, ForgetError, UnknownAdapterError
 from kvboost.results import SpanKind
-from tiny import make_engine, tiny_model
+from support.adapters import merge, write_adapter
+from support.tiny import make_engine, tiny_model
 
 PROMPT = "The keeper of the lighthouse counts the ships that pass by the rocks every evening."
 TOKENS = 12

@@ -9,7 +9,7 @@ import torch
 
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.model.execution.reference import StockModel
-from tiny import EOS, dynamic_model, longrope_model, make_engine, tiny_model
+from support.tiny import EOS, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
@@ -102,7 +102,7 @@ def test_a_long_prompt_is_described_slice_by_slice(monkeypatch) -> None:
     with make_engine(tiny_model("llama", max_position_embeddings=1024)) as engine:
         prompt = [number % 250 for number in range(3, 500)]
         (whole,) = engine.generate_batch([prompt], 1, prompt_logprobs=0)
-        monkeypatch.setattr("kvboost.runtime.generation.DESCRIBED_ROWS", 7)
+        monkeypatch.setattr("kvboost.runtime.prefill.DESCRIBED_ROWS", 7)
         (sliced,) = engine.generate_batch([prompt], 1, prompt_logprobs=0)
     assert [one.token_id for one in sliced.prompt_logprobs or ()] == prompt[1:]
     for one, other in zip(whole.prompt_logprobs or (), sliced.prompt_logprobs or (), strict=True):
@@ -114,7 +114,7 @@ def test_a_long_prompt_is_described_slice_by_slice(monkeypatch) -> None:
 def test_a_prompt_whose_rotation_depends_on_its_length_is_described_whole(
     make_model, monkeypatch
 ) -> None:
-    monkeypatch.setattr("kvboost.runtime.generation.DESCRIBED_ROWS", 7)
+    monkeypatch.setattr("kvboost.runtime.prefill.DESCRIBED_ROWS", 7)
     prompt = list(range(100))
     with make_engine(make_model()) as engine:
         described = engine.generate(prompt, 3, prompt_logprobs=0)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healed import SLOPPY, warmed
 from kvboost import ConfigError, KVBoost
 from kvboost.results import kl_divergence
 from kvboost.runtime.audit import RECORDED_TOKENS, AnswerComparison, TopTokens
-from test_reuse import BASELINE, MOVED, prompt_of
-from tiny import DEVICE, make_engine, tiny_model
+from support.healed import SLOPPY, warmed
+from support.prompts import BASELINE, MOVED, prompt_of
+from support.tiny import DEVICE, make_engine, tiny_model
 
 SHOWN_TOKENS = RECORDED_TOKENS if DEVICE == "cpu" else 1
 """A GPU picks later tokens without showing their logits."""

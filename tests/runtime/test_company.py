@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.runtime.company import Company
-from kvboost.runtime.job import Job
 from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.scheduler import Company, Job
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
 
 
@@ -29,15 +28,12 @@ def test_it_is_told_what_the_others_need_and_expect() -> None:
     company = Company([reading, one, other])
     assert company.num_answering == 2
     company.take(one)
-    assert (one.state.other_tokens, one.state.other_promises, one.state.other_rows) == (
-        2.5,
-        1.0,
-        34,
-    )
+    turn = one.state.turn
+    assert (turn.other_tokens, turn.other_promises, turn.other_rows) == (2.5, 1.0, 34)
     one.state.expected_tokens, one.need = 3.0, range(3)  # type: ignore[assignment]
     company.add(one)
     company.take(other)
-    assert (other.state.other_tokens, other.state.other_rows) == (3.0, 33)
+    assert (other.state.turn.other_tokens, other.state.turn.other_rows) == (3.0, 33)
 
 
 def test_one_that_has_ended_is_not_counted() -> None:
@@ -46,18 +42,18 @@ def test_one_that_has_ended_is_not_counted() -> None:
     company.take(ended)
     company.take(paused)
     assert company.num_answering == 0
-    assert (paused.state.other_tokens, paused.state.other_rows) == (0.0, 0)
+    assert (paused.state.turn.other_tokens, paused.state.turn.other_rows) == (0.0, 0)
 
 
 def test_rows_of_prompts_do_not_count_where_they_have_forwards_of_their_own() -> None:
     reading, one, other = job(0, 300), job(2, 1), job(3, 4)
     company = Company([reading, one, other], shares_forwards=False)
     company.take(one)
-    assert one.state.other_rows == 4
+    assert one.state.turn.other_rows == 4
     company.add(one)
     company.take(reading)
     reading.state.token_ids.append(7)  # it answers now
     reading.need = range(1)  # type: ignore[assignment]
     company.add(reading)
     company.take(one)
-    assert one.state.other_rows == 5
+    assert one.state.turn.other_rows == 5

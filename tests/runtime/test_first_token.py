@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvboost.cache.lookup.hits import Hit
-from test_reuse import EXACT, words
-from tiny import make_engine, tiny_model
+from support.prompts import EXACT, words
+from support.tiny import make_engine, tiny_model
 
 PROMPT = words(3, 120)
 

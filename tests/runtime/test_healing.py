@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healed import SLOPPY, num_exact, warmed
 from kvboost import ConfigError, KVBoost
 from kvboost.runtime import healing, idle_work
 from kvboost.runtime.keeping import Keeping
-from paged_engines import TWO_LAYERS, leaks, paged_engine
-from test_reuse import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from tiny import CONTEXT, DEVICE, ROPE_MODELS, dynamic_model, make_engine, tiny_model
+from support.healed import SLOPPY, num_exact, warmed
+from support.paged_engines import TWO_LAYERS, leaks, paged_engine
+from support.prompts import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
+from support.tiny import CONTEXT, DEVICE, ROPE_MODELS, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
 
 def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
-    monkeypatch.setattr("kvboost.runtime.assembling.YIELD_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
     run = engine._model.forward._run_packed
     forwards: list[int] = []
 

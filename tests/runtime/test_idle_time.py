@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost.runtime.idle_time import LEAST_SECONDS, MOST_SECONDS, Quiet
+from kvboost.runtime.healing import LEAST_SECONDS, MOST_SECONDS, Quiet
 
 
 class Clock:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from healed import SLOPPY, num_exact, warmed
 from kvboost import KVBoost, SpanKind
 from kvboost.runtime import healing, idle_work
-from test_reuse import BASELINE, HEADER, MOVED, PASSAGES, prompt_of, words
-from tiny import make_engine, tiny_model
+from support.healed import SLOPPY, num_exact, warmed
+from support.prompts import BASELINE, HEADER, MOVED, PASSAGES, prompt_of, words
+from support.tiny import make_engine, tiny_model
 
 FULL: dict[str, Any] = {**SLOPPY, "recompute_strategy": "query", "recompute_ratio": 1.0}
 

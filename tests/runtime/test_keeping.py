@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from hybrids import hybrid_model
 from kvboost import ConfigError, GenerationMode, KVBoost, StockModel
 from kvboost.cli.main import app
-from tiny import make_engine
+from support.hybrids import hybrid_model
+from support.tiny import make_engine
 
 BASELINE, EXACT, MOVED = GenerationMode
 CLOSE = {"atol": 1e-3, "rtol": 0}

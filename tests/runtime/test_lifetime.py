@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost import KVBoostError
-from kvboost.runtime.lifetime import Lifetime
+from kvboost.runtime.settings import Lifetime
 
 
 def test_an_engine_can_be_used_until_it_is_closed() -> None:

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import write_adapter
 from kvboost import (
     ConfigError,
     GenerationMode,
@@ -29,10 +28,11 @@ from kvboost import (
     SpanKind,
 )
 from kvboost.model.execution.segment import Segment
-from kvboost.runtime import generation, sharing
-from kvboost.runtime.drafts import Drafts
-from kvboost.runtime.patience import Patience
-from tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
+from kvboost.runtime import decode, sharing
+from kvboost.runtime.decode import Drafts
+from kvboost.runtime.scheduler import Patience
+from support.adapters import write_adapter
+from support.tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
 EXACT = GenerationMode.PREFIX_CACHE
@@ -217,7 +217,7 @@ def test_rows_are_kept_once_unless_others_wait_or_the_answer_is_long(
     moved = [text[:20] + TEXT[:96] + text[20:] for text in new]
     config = {"mode": "chunk_kv_reuse", "reuse_moved": "always", "max_running": 1}
     assert times_kept(*moved, **config) == 2  # what was moved serves the second
-    monkeypatch.setattr(generation, "KEPT_AFTER", 0.0)
+    monkeypatch.setattr(decode, "KEPT_AFTER", 0.0)
     assert times_kept(*new) == 4
 
 
@@ -743,7 +743,7 @@ def test_a_request_may_end_while_another_one_probes(
 ) -> None:
     """The one that probes goes on after a pause, and its forward lets the other one run to its
     end."""
-    monkeypatch.setattr("kvboost.runtime.assembling.YIELD_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
     monkeypatch.setattr("kvboost.runtime.scheduler.PATIENCE_SECONDS", -1.0)
     answer_before_each_part(monkeypatch)
     engine = make(reuse_moved="always", sharing_wait=0.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model import triton
-from live_server import wait_for
-from paged_engines import leaks, paged_engine, steps_of
-from replay_again import ReplayAgain
-from tiny import DEVICE, make_engine, tiny_model
+from support.live_server import wait_for
+from support.paged_engines import leaks, paged_engine, steps_of
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE, make_engine, tiny_model
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from torch_kernels import use_torch_kernels
+from support.torch_kernels import use_torch_kernels
 
 TEXT = "A request that comes first finds its graphs."
 

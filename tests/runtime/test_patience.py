@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost.runtime.patience import LEAST_SLICE, QUICK_ROWS, Patience
+from kvboost.runtime.scheduler import LEAST_SLICE, QUICK_ROWS, Patience
 
 
 class Clock:

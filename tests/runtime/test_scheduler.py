@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from kvboost.config import EngineConfig, GenerationMode, RepairParams, SamplingParams
 from kvboost.errors import QueueFullError
 from kvboost.results import ReuseReport, Span, SpanKind
-from kvboost.runtime.job import Job
-from kvboost.runtime.options import make_request
-from kvboost.runtime.request import RequestState
-from kvboost.runtime.scheduler import PATIENCE_SECONDS, Scheduler, num_shared
+from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.scheduler import PATIENCE_SECONDS, Job, Scheduler, num_shared
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
 
 ROOT, OTHER = root_key("model", ""), root_key("model", "salt")
@@ -35,7 +33,7 @@ def job(
     deadline: float | None = None,
 ) -> Job:
     ids = as_token_ids(tokens)
-    request = make_request(ids, mode, SamplingParams(), RepairParams(), True, (), tenant)
+    request = Request(ids, mode, "", SamplingParams(), RepairParams(), tenant=tenant)
     return Job(RequestState(request), ChunkKey(root), NoListener(), deadline=deadline)
 
 

@@ -11,7 +11,7 @@ import torch
 from kvboost.reuse.driver import _stop
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.sight import Sight
-from vision_models import about, picture, vision_engine
+from support.vision_models import about, picture, vision_engine
 
 
 def test_slices_do_not_end_inside_images_that_see_ahead() -> None:
@@ -56,10 +56,10 @@ def test_an_answer_holds_no_features() -> None:
         steps = generation.steps()
         segment, held = next(steps), 0
         while segment is None or segment.first == 0:
-            held = max(held, len(generation._sight._features))
+            held = max(held, len(generation._prefill.sight._features))
             given = None if segment is None else engine._model.forward.run_one(segment)
             segment = steps.send(given)
-        assert held == 1 and not generation._sight._features
+        assert held == 1 and not generation._prefill.sight._features
         steps.close()
 
 

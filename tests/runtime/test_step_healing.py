@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from healed import SLOPPY, num_exact
 from kvboost import KVBoost
 from kvboost.model import triton
 from kvboost.model.execution.segment import Segment
-from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
-from test_reuse import BASELINE, HEADER, PASSAGES, QUESTION, words
-from tiny import DEVICE
+from support.healed import SLOPPY, num_exact
+from support.paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
+from support.prompts import BASELINE, HEADER, PASSAGES, QUESTION, words
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from kvboost.model.paged.step_batch import JoinedBatch, StepBatch, batch_of
-from torch_kernels import use_torch_kernels
+from support.torch_kernels import use_torch_kernels
 
 ROWS = 16
 IN_STEPS = {**SLOPPY, "heal": "auto"}

@@ -14,7 +14,7 @@ from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.streams import AsyncTextStream, FutureAnswer, Outbox
 from kvboost.tokens.hashing import as_token_ids
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 
 class Notes:

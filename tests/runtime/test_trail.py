@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.runtime.trail import Trail, leading_to
+from kvboost.runtime.idle_work import Trail, leading_to
 from kvboost.tokens.hashing import as_token_ids
-from test_reuse import words
+from support.prompts import words
 
 TEMPLATE = words(1, 8)
 """What opens an answer; in the history it is different."""

@@ -7,12 +7,19 @@ from collections import Counter
 import pytest
 import torch
 
-from healed import SLOPPY, num_exact, warmed
 from kvboost import ConfigError, SpanKind
 from kvboost.runtime.generation import Generation
-from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
-from test_reuse import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
-from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, runner_of, tiny_model
+from support.healed import SLOPPY, num_exact, warmed
+from support.paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
+from support.prompts import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
+from support.tiny import (
+    ROPE_MODELS,
+    dynamic_model,
+    longrope_model,
+    make_engine,
+    runner_of,
+    tiny_model,
+)
 
 VERIFIED = {**SLOPPY, "exactness": "verified"}
 NOTE = "verified: only exact hits are reused"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from families import FAMILIES, HERE
-from load_script import load_script
+from support.families import FAMILIES, HERE
+from support.load_script import load_script
 
 models = load_script("list_models")
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from load_script import load_script
+from support.load_script import load_script
 
 release = load_script("release")
 

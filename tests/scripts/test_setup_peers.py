@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvboost.bench.peers.environments import ENVIRONMENTS, FRAMEWORKS, READY, why_missing
 from kvboost.errors import KVBoostError
-from load_script import SCRIPTS, load_script
+from support.load_script import SCRIPTS, load_script
 
 setup = load_script("setup_peers")
 PIP_SAYS = """pip could not install it on aarch64:

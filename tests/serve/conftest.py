@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.testclient import TestClient
 
-from browser import open_browser
-from fake_engine import FakeEngine
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
+from support.browser import open_browser
+from support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -10,7 +10,7 @@ import httpx
 from kvboost.errors import ContextLengthError
 from kvboost.results import AnswerAudit, Healing
 from kvboost.serve.settings import ApiKey
-from live_server import connect, live_server, wait_for
+from support.live_server import connect, live_server, wait_for
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
 ROOT = {"authorization": "Bearer k-root"}

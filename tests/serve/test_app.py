@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.errors import RankLostError
 from kvboost.serve.app import create_app
 from kvboost.serve.server import ServerState
+from support.fake_engine import FakeEngine
 
 
 def test_the_model_is_served_under_all_its_names(serve_fake) -> None:

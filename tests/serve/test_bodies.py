@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-import large_bodies
-from fake_engine import FakeEngine
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http import json_text
 from kvboost.serve.http.bodies import BodyRoute, parse
@@ -22,9 +20,11 @@ from kvboost.serve.http.json_text import MAX_KEYS, MAX_VALUES, count_values
 from kvboost.serve.http.workers import LARGE_BYTES
 from kvboost.serve.schema.fields import BodyContext
 from kvboost.serve.schema.requests import ChatRequest, CompletionRequest
-from live_server import connect, live_server, read_until
-from server_process import ServerProcess
-from tiny import byte_tokenizer, tiny_model
+from support import large_bodies
+from support.fake_engine import FakeEngine
+from support.live_server import connect, live_server, read_until
+from support.server_process import ServerProcess
+from support.tiny import byte_tokenizer, tiny_model
 
 LARGE = large_bodies.bodies("tiny")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from live_server import events
+from support.live_server import events
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost.serve.settings import parse_keys
-from live_server import events
+from support.live_server import events
 
 
 def body(prompt: Any = "Say", **more: Any) -> dict[str, Any]:

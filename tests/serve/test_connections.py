@@ -16,10 +16,10 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from fake_engine import FakeEngine
 from kvboost.serve.http.connections import MAX_HEAD
 from kvboost.serve.settings import ApiKey, ServerSettings
-from live_server import LiveServer, connect, live_app, live_server, read_until, wait_for
+from support.fake_engine import FakeEngine
+from support.live_server import LiveServer, connect, live_app, live_server, read_until, wait_for
 
 KEYS = (ApiKey("ann", "k-ann"),)
 ANN = {"authorization": "Bearer k-ann"}

@@ -15,8 +15,8 @@ from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ApiKey, ServerSettings
-from live_server import wait_for
-from tiny import byte_tokenizer, tiny_model
+from support.live_server import wait_for
+from support.tiny import byte_tokenizer, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
 ANN, ROOT = ({"authorization": f"Bearer k-{name}"} for name in ("ann", "root"))

@@ -14,11 +14,11 @@ import torch
 from starlette.testclient import TestClient
 
 from kvboost import KVBoost
-from kvboost.runtime.patience import Patience
+from kvboost.runtime.scheduler import Patience
 from kvboost.serve.app import create_app
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.settings import ServerSettings
-from tiny import EOS, VOCAB, byte_tokenizer, make_engine, tiny_encoder, tiny_model
+from support.tiny import EOS, VOCAB, byte_tokenizer, make_engine, tiny_encoder, tiny_model
 
 TEXTS = ["the tower has a lamp", "a", "ships pass the sound at night " * 12]
 

@@ -16,9 +16,9 @@ from kvboost.results import ReuseReport, Span, SpanKind
 from kvboost.serve.errors import ApiError
 from kvboost.serve.explanations import MAX_ANSWERS, MAX_BYTES, Explanations
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
-from remote_server import remote_server
-from tiny import make_engine, tiny_model
+from support.live_server import live_server
+from support.remote_server import remote_server
+from support.tiny import make_engine, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
 MANUAL = "".join(random.Random(7).choices(string.ascii_letters, k=150))

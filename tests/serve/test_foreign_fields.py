@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
-from live_server import events
-from tiny import EOS, byte_tokenizer, make_engine, tiny_model
+from support.live_server import events
+from support.tiny import EOS, byte_tokenizer, make_engine, tiny_model
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "fake", "prompt": "hi"}

@@ -12,8 +12,8 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 from kvboost import KVBoost
-from live_server import live_server
-from tiny import make_engine, tiny_model
+from support.live_server import live_server
+from support.tiny import make_engine, tiny_model
 
 ASK: Any = [{"role": "user", "content": "Who?"}]
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from hostile_images import FILES
 from kvboost import KVBoost
-from live_server import live_server
-from remote_server import remote_server
-from vision_models import about, file_of, picture, vision_engine
+from support.hostile_images import FILES
+from support.live_server import live_server
+from support.remote_server import remote_server
+from support.vision_models import about, file_of, picture, vision_engine
 
 IMAGE = picture(1, 50, 30)
 QUESTION = "What is this?"

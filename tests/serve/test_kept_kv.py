@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from fake_engine import FakeEngine
 from kvboost.serve import kept_kv
 from kvboost.serve.kept_kv import KeptKV
 from kvboost.tokens.hashing import as_token_ids
-from tiny import make_engine, tiny_model
+from support.fake_engine import FakeEngine
+from support.tiny import make_engine, tiny_model
 
 
 class Clock:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from live_server import live_server
-from load_script import load_example
-from tiny import make_engine, tiny_model
+from support.live_server import live_server
+from support.load_script import load_example
+from support.tiny import make_engine, tiny_model
 
 
 def test_the_second_question_does_not_read_the_notes_again(capsys) -> None:

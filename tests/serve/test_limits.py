@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.serve.settings import parse_keys
-from live_server import connect, live_server, read_until, wait_for
+from support.fake_engine import FakeEngine
+from support.live_server import connect, live_server, read_until, wait_for
 
 SMALL = {"model": "fake", "prompt": "x" * 500}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from chat_templates import tokenizer_with
 from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.serve.settings import ApiKey
+from support.chat_templates import tokenizer_with
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from fake_engine import FakeEngine
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.http.openapi import numbers_below
 from kvboost.serve.settings import ApiKey, ServerSettings
-from live_server import LiveServer, live_server
-from tiny import byte_tokenizer, tiny_model
+from support.fake_engine import FakeEngine
+from support.live_server import LiveServer, live_server
+from support.tiny import byte_tokenizer, tiny_model
 
 JUDGED_LATER = re.compile(
     r"tools|tool_choice|response_format|guided_|structured_outputs|template_options|text.format"

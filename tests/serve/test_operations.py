@@ -20,7 +20,7 @@ from kvboost.serve import process
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server
 from kvboost.serve.settings import ServerSettings, parse_keys
-from live_server import live_app
+from support.live_server import live_app
 
 PAGE = "https://app.example"
 PREFLIGHT = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from browser import (
+from support.browser import (
     MISSING,
     ask,
     faint_texts,
@@ -18,7 +18,7 @@ from browser import (
     small_targets,
     unnamed_controls,
 )
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request, Route
@@ -29,7 +29,7 @@ if MISSING:
 from playwright.sync_api import expect
 
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
+from support.live_server import live_server
 
 expect.set_options(timeout=60_000)  # for a busy machine
 KEY = "a-key-of-the-test"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from browser import (
+from support.browser import (
     MISSING,
     ask_alone,
     faint_texts,
@@ -17,7 +17,7 @@ from browser import (
     small_targets,
     unnamed_controls,
 )
-from fake_engine import FakeEngine
+from support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,7 +27,7 @@ if MISSING:
 
 from playwright.sync_api import expect
 
-from live_server import live_server
+from support.live_server import live_server
 
 expect.set_options(timeout=60_000)
 OpenPage = Callable[..., "Page"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from browser import MISSING, answered, rows, small_targets
-from fake_engine import FakeEngine, FakeStream
-from tiny import make_engine, tiny_model
+from support.browser import MISSING, answered, rows, small_targets
+from support.fake_engine import FakeEngine, FakeStream
+from support.tiny import make_engine, tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request
@@ -25,7 +25,7 @@ if MISSING:
 from playwright.sync_api import expect
 
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
+from support.live_server import live_server
 
 expect.set_options(timeout=60_000)  # for a busy machine
 OpenPage = Callable[..., "Page"]

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from browser import MISSING, answered, ask_alone, open_settings
-from fake_engine import FakeEngine
+from support.browser import MISSING, answered, ask_alone, open_settings
+from support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -28,7 +28,7 @@ if MISSING:
 
 from playwright.sync_api import expect
 
-from live_server import live_server
+from support.live_server import live_server
 
 expect.set_options(timeout=60_000)
 OpenPage = Callable[..., "Page"]

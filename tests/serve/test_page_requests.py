@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from browser import MISSING, faint_texts, small_targets, unnamed_controls
-from live_server import live_server
-from tiny import make_engine, tiny_model
+from support.browser import MISSING, faint_texts, small_targets, unnamed_controls
+from support.live_server import live_server
+from support.tiny import make_engine, tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

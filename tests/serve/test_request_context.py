@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from chat_templates import QWEN, tokenizer_with
 from kvboost import KVBoost
 from kvboost.chat.context_edits import CLEARED, THINKING, TOOL_USES
 from kvboost.serve.anthropic.replies import AnthropicErrorReply, MessageReply, TokenCount
 from kvboost.serve.schema.replies import ChatCompletion, ErrorReply
-from live_server import events, live_server
-from remote_server import remote_server
-from sse import named_events
-from tiny import tiny_model
+from support.chat_templates import QWEN, tokenizer_with
+from support.live_server import events, live_server
+from support.remote_server import remote_server
+from support.sse import named_events
+from support.tiny import tiny_model
 
 TEMPLATE = QWEN.replace(
     "'assistant:' + (message.content or '')",

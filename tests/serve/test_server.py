@@ -16,8 +16,8 @@ import pytest
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, connect, events, live_server, wait_for
-from tiny import EOS, make_engine, tiny_model
+from support.live_server import LiveServer, connect, events, live_server, wait_for
+from support.tiny import EOS, make_engine, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
 NO_END = {str(EOS): -100}
@@ -166,9 +166,10 @@ def test_an_administrator_can_warm_plan_and_forget(server, client) -> None:
 def test_warming_a_document_does_not_hold_up_the_event_loop(engine, monkeypatch) -> None:
     """Tokenizing a long document takes seconds."""
     threads = []
-    read = engine._read_one
+    documents = engine._documents
+    read = documents.read
     monkeypatch.setattr(
-        engine, "_read_one", lambda *some: threads.append(threading.current_thread()) or read(*some)
+        documents, "read", lambda *some: threads.append(threading.current_thread()) or read(*some)
     )
     asyncio.run(engine.awarm(text(13)))
     assert threads and threads[0] is not threading.main_thread()

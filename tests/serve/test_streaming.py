@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_engine import FakeEngine
 from kvboost.serve.errors import ClientGone
 from kvboost.serve.http.streaming import TextEvents, event, unless_gone, within
-from live_server import connect, live_server, read_until, wait_for
+from support.fake_engine import FakeEngine
+from support.live_server import connect, live_server, read_until, wait_for
 
 CHAT = [{"role": "user", "content": "hi"}]
 

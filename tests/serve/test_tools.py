@@ -11,12 +11,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from chat_templates import BEGUN, QWEN, tokenizer_with
-from fake_engine import FakeEngine
 from kvboost import KVBoost
 from kvboost.chat.tool_use import ToolUse
-from live_server import connect, events, live_server, read_until, wait_for
-from tiny import tiny_model
+from support.chat_templates import BEGUN, QWEN, tokenizer_with
+from support.fake_engine import FakeEngine
+from support.live_server import connect, events, live_server, read_until, wait_for
+from support.tiny import tiny_model
 
 WEATHER = {
     "type": "function",

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.tracing import Tracing, start_tracing
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"

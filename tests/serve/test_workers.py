@@ -9,7 +9,7 @@ import pytest
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.workers import LARGE_BYTES, MAX_WAITING, Turns, Workers
-from live_server import wait_for
+from support.live_server import wait_for
 
 
 def test_formats_that_take_long_to_compile_delay_no_other_work() -> None:

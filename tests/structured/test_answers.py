@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvboost import KVBoost, StructuredOutputError
 from kvboost.model.execution.segment import Segment
 from kvboost.structured.formats import after_reasoning, json_grammar
-from schemas import schemas
-from tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
+from support.schemas import schemas
+from support.tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
 
 EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCHEMAS", "40"))
 """``KVBOOST_TEST_SCHEMAS=1000`` tries a thousand schemas."""

@@ -15,7 +15,7 @@ from kvboost.structured.formats import (
     regex_grammar,
 )
 from kvboost.structured.grammars import KEPT_GRAMMARS, MAX_FORCED, Constraint, Grammars
-from tiny import EOS, VOCAB, byte_tokenizer
+from support.tiny import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
 

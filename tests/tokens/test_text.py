@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.tokens.text import Detokenizer, StopMatcher
-from tiny import byte_tokenizer
+from support.tiny import byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
 

@@ -1,1 +1,1 @@
-"""What has been read before: chunks of KV, found by their tokens. Knows nothing of transformers."""
+"""The cache: chunks of KV, found by their tokens. Knows nothing of transformers."""

@@ -12,7 +12,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
 class Lineage(str, Enum):
-    """What a chunk's rows were computed on."""
+    """Whether all rows before a chunk's own were exact."""
 
     EXACT = "exact"
     """Every row before it was exact: it may serve exact hits."""
@@ -31,7 +31,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class ChunkInfo:
-    """What a chunk is, without its tensors: what indexes and plans need."""
+    """A chunk without its tensors: what indexes and plans need."""
 
     key: ChunkKey
     parent: ChunkKey
@@ -46,7 +46,6 @@ class ChunkInfo:
     nbytes: int
     """Size of its data; a file is a little larger. 0 if it is not known yet."""
     origin: Origin
-    key_norm: float = 0.0
     """The mean norm of its keys, 0 if not measured. Keys of small norm are attended to more."""
     signed: bool = False
     """Whether it is signed with a secret. Without the secret it cannot be checked, nor used."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import hmac
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -59,7 +58,7 @@ _ANY_FORMAT = re.compile(r"kvboost-chunk-\d{1,9}(-signed)?")
 _FIELDS = frozenset(
     (
         *("format", "key", "parent", "before", "root", "model", "model_name", "tokens"),
-        *("position", "lineage", "bits", "nbytes", "key_norm", "signature", "checksum"),
+        *("position", "lineage", "bits", "nbytes", "signature", "checksum"),
         *("lag", "state"),
     )
 )
@@ -76,7 +75,7 @@ class OtherVersion(BadChunk):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a chunk must be before a request uses it."""
+    """The format that a chunk must have before a request uses it."""
 
     planned: ChunkInfo
     format: AnyFormat | None = None
@@ -148,7 +147,7 @@ def read_header(data: bytes) -> dict[str, str]:
 
 
 def header_length(data: bytes) -> int:
-    """How many bytes of a file that begins with ``data`` ``read_header`` needs; raises
+    """The bytes that ``read_header`` needs of a file that begins with ``data``; raises
     ``BadChunk`` if the first ones are not a chunk's."""
     if not data.startswith(_BEGINNING, 8):
         raise BadChunk("the header is not that of a chunk")
@@ -161,7 +160,7 @@ def header_length(data: bytes) -> int:
 def info(
     metadata: Mapping[str, str], secret: Secret | None = None, size: int = MOST_BYTES
 ) -> ChunkInfo:
-    """What the header of a file of ``size`` bytes says; raises ``BadChunk`` if a chunk of ours
+    """The header of a file of ``size`` bytes; raises ``BadChunk`` if a chunk of ours
     cannot say that. The key is compared with the tokens here, everything else with the checksum
     once the tensors are read.
 
@@ -184,7 +183,6 @@ def info(
             bits=bits,
             nbytes=_number(metadata["nbytes"], size),
             origin=Origin(_name(metadata["model"]), _name(metadata["model_name"])),
-            key_norm=float(metadata["key_norm"]),
             signed=signed,
             lag=_number(metadata.get("lag", "0"), MOST_POSITIONS),
             has_state=_flag(metadata.get("state")),
@@ -210,8 +208,6 @@ def _is_possible(found: ChunkInfo) -> bool:
         found.num_tokens >= 1
         and not (found.token_ids < 0).any()
         and found.nbytes >= 1
-        and math.isfinite(found.key_norm)
-        and found.key_norm >= 0
         and found.key not in (found.parent, found.before, found.root)
         and is_first == (found.base_position == 0)
         and (found.parent == found.before if exact else found.parent != found.root)
@@ -279,7 +275,6 @@ def _metadata(info: ChunkInfo, format: str) -> dict[str, str]:
         "lineage": info.lineage.value,
         "bits": str(info.bits),
         "nbytes": str(info.nbytes),
-        "key_norm": repr(info.key_norm),
         **({"lag": str(info.lag)} if info.lag else {}),
         **({"state": "1"} if info.has_state else {}),
     }

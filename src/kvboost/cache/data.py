@@ -55,6 +55,14 @@ class ChunkData:
         with self._lock:
             self._residency.order_new()
 
+    def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
+        """The planned chunks if all are in the fastest tier: nothing is copied. None otherwise."""
+        chunks = self._transfers.at_hand(planned)
+        if chunks is not None:
+            with self._lock:
+                self._residency.touch([chunk.key for chunk in chunks])
+        return chunks
+
     def fetch(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks; None if one is lost or is not what was planned."""
         keys = [info.key for info in planned]
@@ -85,12 +93,13 @@ class ChunkData:
         return self._transfers.purge(keys)
 
     def take_gone(self) -> list[ChunkKey]:
-        """What has left the last tier since the last call. Takes no lock: whoever asks in every
-        step must not wait for another thread's copies."""
+        """The chunks that have left the last tier since the last call. Takes no lock: whoever asks
+        in every step must not wait for another thread's copies."""
         return [self._gone.popleft() for _ in range(len(self._gone))]
 
     def stats(self) -> dict[str, TierStats]:
-        """What the tiers hold. Takes no lock either: its numbers may be some moments apart."""
+        """The contents of the tiers. Takes no lock either: its numbers may be some moments
+        apart."""
         return self._residency.tier_stats()
 
     def remote_stats(self) -> RemoteStats | None:

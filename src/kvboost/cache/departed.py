@@ -39,10 +39,7 @@ class Departed:
 
 
 def gone_rows(
-    left: Iterable[Left],
-    starts: Sequence[tuple[ChunkKey, int]],
-    token_ids: TokenIds,
-    secret: bytes,
+    left: Iterable[Left], starts: Sequence[tuple[ChunkKey, int]], token_ids: TokenIds, secret: bytes
 ) -> list[GoneRows]:
     """The chunks of ``left`` that held rows of a prompt at their own positions: those that follow
     one of ``starts``, which are chunks and the rows at which they end, and so on. Of several paths

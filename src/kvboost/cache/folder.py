@@ -43,7 +43,7 @@ class Entry:
     used: float
     """When it was last written or read, in seconds since 1970."""
     depth: int
-    """How many chunks of the folder precede it, each following the last."""
+    """The number of chunks of the folder that precede it, each following the last."""
 
 
 @dataclass(frozen=True)

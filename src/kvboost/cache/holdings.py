@@ -62,7 +62,8 @@ class Holdings:
     def match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0, repair: str = ""
     ) -> KnownRows:
-        """What is known of ``token_ids``. Chunks that turn out to be in no tier are marked lost."""
+        """The stored rows for ``token_ids``. Chunks that turn out to be in no tier are marked
+        lost."""
         lost: list[ChunkKey] = []
 
         def where(key: ChunkKey) -> str | None:

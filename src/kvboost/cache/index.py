@@ -13,6 +13,7 @@ from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, sortable
 from kvboost.cache.parts import Cut, Naming
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
@@ -47,8 +48,12 @@ class Index:
         return self._tiers.get(key)
 
     def lookup(self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0) -> KnownRows:
-        """What is known of ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
+        """The stored rows for ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
         return self._catalogue.match(root, token_ids, moved_before, "", self._tiers.get)
+
+    def may_hold(self, root: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens is in an exact chunk of ``root``, at any position."""
+        return self._catalogue.may_hold(root, token_ids)
 
     def add(self, info: ChunkInfo, tier: str) -> None:
         """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
@@ -90,19 +95,23 @@ class Index:
         on."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
+        order = sortable(token_ids)
         for place in self.naming.places(
             root, token_ids, exact_rows=len(token_ids), repair="", boundaries=boundaries
         ):
-            parent, ids = place.parent, place.token_ids
-            sibling = self._catalogue.sibling(parent, ids)
+            parent, ids, part = place.parent, place.token_ids, place.part
+            wanted = order[part.start * TOKEN_BYTES : part.end * TOKEN_BYTES]
+            sibling = self._catalogue.sibling(parent, ids, wanted)
             if sibling and place.is_held_by(self._catalogue.info(sibling[0]), sibling[1]):
                 place.key = sibling[0]
                 continue
             info = self.naming.describe(place)
+            place.key = info.key
             if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
                 self.remove([shorter])
                 replaced.append(shorter)
-            self.add(info, tier)
             new.append(info)
-            place.key = info.key
+        # Together: no two of them have the same parent, so none was looked for among them.
+        self._catalogue.add(*(info for info in new if info.key not in self._catalogue))
+        self._tiers |= dict.fromkeys((info.key for info in new), tier)
         return new, replaced

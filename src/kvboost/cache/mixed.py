@@ -20,7 +20,7 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class MixedFormat:
-    """How the chunks of such a model are stored. A chunk has all states or none."""
+    """The format in which the chunks of such a model are stored. A chunk has all states or none."""
 
     groups: tuple[KVFormat, ...]
     states: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
@@ -79,23 +79,23 @@ def join_groups(groups: Sequence[KVData], states: Sequence[torch.Tensor] = ()) -
         for name, one in group.tensors.items()
     }
     bits = min(group.bits for group in groups)
-    return with_states(KVData(bits, tensors, groups[0].key_norm), states)
+    return with_states(KVData(bits, tensors), states)
 
 
 def with_states(data: KVData, states: Sequence[torch.Tensor]) -> KVData:
     """``data`` of rows, together with the states after the last of them."""
     tensors = {**data.tensors, **{f"{STATE}.{number}": one for number, one in enumerate(states)}}
-    return KVData(data.bits, tensors, data.key_norm)
+    return KVData(data.bits, tensors)
 
 
 def without_states(data: KVData) -> KVData:
     """The rows of ``data`` alone."""
     tensors = {name: one for name, one in data.tensors.items() if name.partition(".")[0] != STATE}
-    return KVData(data.bits, tensors, data.key_norm)
+    return KVData(data.bits, tensors)
 
 
 def num_groups(data: KVData) -> int:
-    """How many groups of layers ``data`` has."""
+    """The number of groups of layers in ``data``."""
     names = (name.partition(".") for name in data.tensors)
     numbers = (number for stem, _, number in names if stem != STATE)
     return 1 + max((int(number) for number in numbers if _is_number(number)), default=0)
@@ -104,11 +104,11 @@ def num_groups(data: KVData) -> int:
 def group_of(data: KVData, number: int) -> KVData:
     """One group's part of ``data``, as that of a plain model."""
     tensors = _groups(data.tensors, number + 1)[number]
-    return KVData(bits_of(tensors, data.bits), tensors, data.key_norm)
+    return KVData(bits_of(tensors, data.bits), tensors)
 
 
 def states_of(data: KVData) -> list[torch.Tensor]:
-    """What layers without rows hold after the last token; empty if it is not stored."""
+    """The states of layers without rows after the last token; empty if not stored."""
     found: list[torch.Tensor] = []
     while (one := data.tensors.get(f"{STATE}.{len(found)}")) is not None:
         found.append(one)

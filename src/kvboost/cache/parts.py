@@ -143,7 +143,6 @@ class Naming:
             bits=16 if data is None else data.bits,
             nbytes=len(ids) * self._row_bytes if data is None else data.nbytes,
             origin=self._origin,
-            key_norm=0.0 if data is None else data.key_norm,
             signed=bool(self._secret),
             lag=place.lag,
             has_state=data is not None and bool(states_of(data)),

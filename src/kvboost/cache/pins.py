@@ -15,12 +15,12 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 @dataclass
 class PinnedText:
-    """What one pin protects: the chunks that hold the first rows of a text."""
+    """One pin: the chunks that hold the first rows of a text."""
 
     root: ChunkKey
     token_ids: TokenIds
     repair: str
-    """How approximate rows of the text were repaired."""
+    """The repair of the text's approximate rows."""
     expires: float | None
     """When it ends, by the clock of the pins; None: never."""
     keys: set[ChunkKey] = field(default_factory=set)

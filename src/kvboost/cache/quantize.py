@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -46,7 +46,6 @@ class KVData:
 
     bits: int
     tensors: Mapping[str, torch.Tensor]
-    key_norm: float = 0.0
     """The mean norm of the keys; 0 if it was not measured."""
     in_pages: ClassVar[bool] = False
     """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
@@ -68,7 +67,7 @@ class KVData:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """The same with every tensor changed, for example moved to another device."""
         tensors = {name: change(one) for name, one in self.tensors.items()}
-        return KVData(self.bits, tensors, self.key_norm)
+        return KVData(self.bits, tensors)
 
     def heads(self, start: int, end: int) -> KVData:
         """The KV heads ``[start, end)`` alone, as views."""
@@ -76,7 +75,7 @@ class KVData:
             name: one.narrow(_head_axis(name), start, end - start)
             for name, one in self.tensors.items()
         }
-        return KVData(self.bits, tensors, self.key_norm)
+        return KVData(self.bits, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ class NewRows:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How the chunks of one engine are stored: the shape of its model's KV, and in how many bits.
-    What was read from elsewhere is compared with it before it is used."""
+    """The format in which an engine's chunks are stored: the shape of its model's KV, and in how
+    many bits. What was read from elsewhere is compared with it before it is used."""
 
     num_layers: int
     num_kv_heads: int
@@ -154,7 +153,7 @@ class KVFormat:
 
 
 class Positions(Protocol):
-    """How a model's keys depend on their positions."""
+    """The rotation of a model's keys by their positions."""
 
     def rotate_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
         """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, rotated from position zero to
@@ -170,13 +169,13 @@ def plain(kv: torch.Tensor) -> KVData:
 
 
 def join_heads(parts: Sequence[KVData]) -> KVData:
-    """What ``KVData.heads`` took apart. All parts must have the same precision."""
+    """Joins what ``KVData.heads`` took apart. All parts must have the same precision."""
     first = parts[0]
     tensors = {
         name: torch.cat([part.tensors[name] for part in parts], _head_axis(name))
         for name in first.tensors
     }
-    return KVData(first.bits, tensors, first.key_norm)
+    return KVData(first.bits, tensors)
 
 
 def _head_axis(name: str) -> int:
@@ -184,8 +183,9 @@ def _head_axis(name: str) -> int:
 
 
 def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
-    """How many of the first ``wanted`` rows of a chunk may be used alone. A quantized chunk is not
-    cut inside a group: its rows would be quantized again when they are stored in another group."""
+    """The number of the first ``wanted`` rows of a chunk that may be used alone. A quantized chunk
+    is not cut inside a group: its rows would be quantized again when they are stored in another
+    group."""
     whole = num_tokens // GROUP * GROUP
     return wanted if bits == 16 or wanted >= whole else wanted // GROUP * GROUP
 
@@ -193,7 +193,7 @@ def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
 class Quantizer:
     """Packs rows for storing, and writes stored rows into place. ``positions`` is None for models
     whose keys do not rotate. ``own`` makes the copy to be stored; by default one on the same
-    device. With ``measures_keys`` the norm of the keys is stored too."""
+    device."""
 
     def __init__(
         self,
@@ -201,19 +201,17 @@ class Quantizer:
         positions: Positions | None,
         *,
         own: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        measures_keys: bool = False,
     ) -> None:
         self.bits = bits
         self._positions = positions
         self._copies_together = bits == 16 and own is None
         self._own = own or _copy
-        self._measures_keys = measures_keys
 
     def pack_all(self, rows: torch.Tensor, parts: Sequence[NewRows]) -> list[KVData]:
         """``rows`` as the chunks of ``parts``, which follow one another and are all of them. As
         :meth:`pack`, in one call where that is possible."""
         sizes = [part.end - part.start for part in parts]
-        if self._copies_together and not self._measures_keys:
+        if self._copies_together:
             # Each copy has memory of its own: chunks are evicted one by one.
             copies = torch.split_with_sizes_copy(rows, sizes, 3)  # type: ignore[func-returns-value]
             return [plain(copy) for copy in copies]  # type: ignore[attr-defined]
@@ -228,12 +226,6 @@ class Quantizer:
         """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, which begin at ``position``, in
         memory of their own. The first ``common`` of them are also those of ``like``: what is
         quantized there is copied."""
-        data = self._pack(rows, position, like, common)
-        if self._measures_keys:
-            data = replace(data, key_norm=float(rows[0].float().norm(dim=-1).mean()))
-        return data
-
-    def _pack(self, rows: torch.Tensor, position: int, like: KVData | None, common: int) -> KVData:
         if self.bits == 16:
             return plain(self._own(rows))
         whole = rows.shape[3] // GROUP * GROUP

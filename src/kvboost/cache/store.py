@@ -114,7 +114,7 @@ class ChunkStore:
 
     @property
     def used_share(self) -> float:
-        """How much of the memory is taken: the host's, or a GPU's if that is fuller."""
+        """The share of the memory that is taken: the host's, or a GPU's if that is fuller."""
         with self._lock:
             return self._holdings.residency.used_share
 
@@ -137,8 +137,8 @@ class ChunkStore:
         edges: Sequence[int] = (),
         lag_of: Callable[[int], int] | None = None,
     ) -> Iterator[KnownRows]:
-        """What is known of ``token_ids``, pinned until the context is left: the exact prefix, and
-        with ``moved_before`` also the approximate rows that continue it (repaired as ``repair``
+        """The stored rows for ``token_ids``, pinned until the context is left: the exact prefix,
+        and with ``moved_before`` also the approximate rows that continue it (repaired as ``repair``
         says) and, for rows before ``moved_before``, the same text cached at other positions.
 
         Call ``touch`` for what is used. With ``pin=False`` nothing is pinned. With
@@ -187,7 +187,7 @@ class ChunkStore:
         elsewhere: bool,
         other_salts: bool,
     ) -> Traces:
-        """What can be told of a prompt that was planned at the time ``at``, for an explanation.
+        """The facts for an explanation of a prompt that was planned at the time ``at``.
         ``row``: the first one that was not found in place; ``path``: the chunks that served the
         rows before it, and where they end; ``donors``: chunks that were moved, and their first
         token. ``elsewhere`` looks for its text at other positions, ``other_salts`` under other
@@ -455,6 +455,6 @@ class ChunkStore:
             return self._holdings.stats(remote)
 
     def check_integrity(self) -> list[str]:
-        """What does not add up between catalogue, tiers and pins; empty when all is well."""
+        """The inconsistencies between catalogue, tiers and pins; empty when all is well."""
         with self._forgetting, self._admission, self._transfers.quiet(), self._lock:
             return [] if self._closed else self._holdings.check_integrity()

@@ -1,4 +1,4 @@
-"""How much repair the user's own prompts need."""
+"""Calibration: how much repair the user's own prompts need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvboost.config import (
-    MOST_RECOMPUTED,
     WITHOUT_RATIO,
     GenerationMode,
     RepairParams,
@@ -25,15 +24,11 @@ from kvboost.results import (
 from kvboost.tokens.prompt import Prompt
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
-TOLERANCES = (1.0, 0.3, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 0.0)
 ANSWER_TOKENS = 16
-
-Settings = tuple[float, float | None]
-"""A ratio and a tolerance."""
 
 
 class Engine(Protocol):
-    """What calibration needs of an engine: its public face."""
+    """The part of an engine that calibration uses: its public face."""
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool
@@ -47,20 +42,15 @@ class Engine(Protocol):
         *,
         cache_salt: str,
         recompute_ratio: float,
-        recompute_tolerance: float | None,
         reuse_moved: str,
     ) -> Score: ...
 
 
 def calibrate(
-    engine: Engine,
-    samples: Sequence[Prompt],
-    max_kl: float,
-    repair: RepairParams,
-    salt: str = "",
+    engine: Engine, samples: Sequence[Prompt], max_kl: float, repair: RepairParams, salt: str = ""
 ) -> Calibration:
-    """Tries settings that repair more and more until the mean KL of the samples' answers is within
-    ``max_kl``: tolerances if ``repair`` takes rounds, and ratios."""
+    """Tries larger and larger ratios until the mean KL of the samples' answers is within
+    ``max_kl``."""
     if repair.strategy in WITHOUT_RATIO:
         raise ConfigError(
             f"recompute_strategy={repair.strategy!r} has no ratio to calibrate; use 'auto', "
@@ -70,14 +60,13 @@ def calibrate(
     if isinstance(samples, str) or not samples:
         raise PromptError("calibrate() takes several sample prompts, as they will be sent")
 
-    def score(sample: Prompt, answer: Sequence[int], mode: GenerationMode, how: Settings) -> Score:
+    def score(sample: Prompt, answer: Sequence[int], mode: GenerationMode, ratio: float) -> Score:
         return engine.score(
             sample,
             answer,
             mode,
             cache_salt=salt,
-            recompute_ratio=how[0],
-            recompute_tolerance=how[1],
+            recompute_ratio=ratio,
             reuse_moved="always",
         )
 
@@ -90,14 +79,14 @@ def calibrate(
                     sample, ANSWER_TOKENS, GenerationMode.BASELINE, keep=False
                 ).token_ids
                 answers.append(answer)
-                full = score(sample, answer, GenerationMode.BASELINE, (0.0, None))
+                full = score(sample, answer, GenerationMode.BASELINE, 0.0)
                 expected.append(full.logits)
                 step.advance()
-        for how in _tried(repair):
-            with progress.step(_described(how), len(samples)) as step:
+        for ratio in RATIOS:
+            with progress.step(f"recomputing {ratio:.0%}", len(samples)) as step:
                 divergences, moved, charged = [], 0, 0.0
                 for sample, answer, logits in zip(samples, answers, expected, strict=True):
-                    scored = score(sample, answer, GenerationMode.CHUNK_KV_REUSE, how)
+                    scored = score(sample, answer, GenerationMode.CHUNK_KV_REUSE, ratio)
                     divergences.append(float(kl_divergence(logits, scored.logits).mean()))
                     moved += scored.reuse.count(SpanKind.MOVED)
                     charged += scored.reuse.charged_tokens
@@ -108,22 +97,7 @@ def calibrate(
                     "requests that hold them elsewhere"
                 )
             mean = sum(divergences) / len(divergences)
-            steps.append(CalibrationStep(how[0], mean, charged / moved, how[1]))
+            steps.append(CalibrationStep(ratio, mean, charged / moved))
             if mean <= max_kl:
                 break
-    last = steps[-1]
-    return Calibration(last.ratio, max_kl, tuple(steps), last.tolerance)
-
-
-def _tried(repair: RepairParams) -> list[Settings]:
-    """Ratios and tolerances, the cheapest first."""
-    if not repair.can_take_rounds:
-        return [(ratio, None) for ratio in RATIOS]
-    more = [(ratio, 0.0) for ratio in RATIOS if ratio > MOST_RECOMPUTED]
-    return [*((repair.ratio, tolerance) for tolerance in TOLERANCES), *more]
-
-
-def _described(how: Settings) -> str:
-    ratio, tolerance = how
-    told = f"recomputing {ratio:.0%}"
-    return told if tolerance is None else f"{told}, tolerance {tolerance:g}"
+    return Calibration(steps[-1].ratio, max_kl, tuple(steps))

@@ -1,4 +1,4 @@
-"""What this machine has, and what would be slow on it and why."""
+"""``kvboost doctor``: what this machine has, and what would be slow on it and why."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
 
 
 def _rates() -> dict[str, str]:
-    """How fast weights move, which decides how fast large models are."""
+    """The speed at which weights move, which decides how fast large models are."""
     found = bandwidths()
     rates = {
         "reading memory": found.ram,

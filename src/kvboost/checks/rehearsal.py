@@ -37,7 +37,7 @@ OPTIONS: RequestOptions = {
 
 
 class Engine(Protocol):
-    """What a rehearsal needs of an engine: its public face."""
+    """The part of an engine that a rehearsal uses: its public face."""
 
     @property
     def context_length(self) -> int | None: ...

@@ -33,7 +33,7 @@ QUESTIONS = (
 
 
 class Engine(Protocol):
-    """What verification needs of an engine: its public face."""
+    """The part of an engine that verification uses: its public face."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -24,18 +24,10 @@ from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks: measure it yourself.", no_args_is_help=True)
 
-MOVED = (
-    *("all", "cluster", "far", "faults", "gpu", "larger", "restart", "shuffles", "soak", "vllm"),
-)
-"""Benchmarks that an earlier version had; they run from a clone now."""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Of a command that hands its arguments to another."""
 Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .png or .svg file.")]
 Output = Annotated[Path | None, typer.Option(help="Also write the JSON record to this file.")]
-History = Annotated[
-    Path | None,
-    typer.Option(help="Add the record to this file, for scripts/compare_records.py."),
-]
 Quick = Annotated[bool, typer.Option("--quick", help="A short form; other options still count.")]
 
 
@@ -51,25 +43,10 @@ def forward(benchmark: Benchmark) -> Callable[[typer.Context], None]:
     return command
 
 
-def _moved(name: str) -> Callable[[], None]:
-    """A command that says where the benchmark ``name`` has gone."""
-
-    def command() -> None:
-        with errors():
-            raise ConfigError(
-                f"kvboost bench {name} is not in the package any more; in a clone of KVBoost, "
-                f"run: python -m benchmarks {name}"
-            )
-
-    return command
-
-
 for _benchmark in BENCHMARKS.values():
     app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
         forward(_benchmark)
     )
-for _name in MOVED:
-    app.command(_name, hidden=True, context_settings=PASS_ON)(_moved(_name))
 
 
 def command_of(benchmark: Benchmark) -> Any:
@@ -82,7 +59,7 @@ def command_of(benchmark: Benchmark) -> Any:
     defaults = {one.name: one.default for one in fields(module.Settings)}
 
     def run(**given: Any) -> None:
-        kit = {name: given.pop(name) for name in ("plot", "output", "history")}
+        kit = {name: given.pop(name) for name in ("plot", "output")}
         quick = given.pop("quick")
         chosen = {
             name: tuple(value) if isinstance(value, list) else value
@@ -96,8 +73,7 @@ def command_of(benchmark: Benchmark) -> Any:
         if record.get("problems"):
             raise typer.Exit(1)
 
-    shared = {"quick": (Quick, False), "plot": (Plot, None)}
-    shared |= {"output": (Output, None), "history": (History, None)}
+    shared = {"quick": (Quick, False), "plot": (Plot, None), "output": (Output, None)}
     own = (
         (name, None, _annotation(name, kind, option, defaults[name]))
         for name, (kind, option) in options.items()

@@ -40,7 +40,6 @@ from kvboost.cli.common import (
     unwrap_help,
 )
 from kvboost.config import DEFAULT_MODEL
-from kvboost.model.loading.deferred import install
 
 app = typer.Typer(
     name="kvboost",
@@ -70,7 +69,6 @@ def main(
     ] = False,
 ) -> None:
     """A language model should never read the same text twice."""
-    install(own_process=True)
 
 
 @app.command()

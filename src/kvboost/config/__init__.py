@@ -17,7 +17,6 @@ from kvboost.config.environment import (
     cache_dir,
     chosen_cache_dir,
     chosen_cache_secret,
-    defers_imports,
     home,
     native_kernels_allowed,
     progress_allowed,
@@ -35,10 +34,10 @@ from kvboost.config.keywords import (
     unknown_option,
 )
 from kvboost.config.repair import (
+    CONTROL,
     DEFAULT_RATIO,
     LEAST_MOVED,
     MOST_CONTEXTS,
-    MOST_RECOMPUTED,
     REUSE_MOVED,
     STRATEGIES,
     WITHOUT_RATIO,
@@ -60,6 +59,7 @@ from kvboost.config.validation import at_least, choose, one_of, whole, within
 
 __all__ = [
     "CHUNKING",
+    "CONTROL",
     "DEFAULT_MODEL",
     "DEFAULT_RATIO",
     "DTYPES",
@@ -72,7 +72,6 @@ __all__ = [
     "LIMIT_DRAFTED",
     "MOST_CONTEXTS",
     "MOST_DRAFTED",
-    "MOST_RECOMPUTED",
     "REMOVED",
     "REUSE_MOVED",
     "SIZES",
@@ -97,7 +96,6 @@ __all__ = [
     "chosen_cache_dir",
     "chosen_cache_secret",
     "closest",
-    "defers_imports",
     "format_bytes",
     "home",
     "install_extra",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.events import KVEvents
@@ -52,22 +53,15 @@ class EngineConfig:
     """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
     text itself determines, ``"document"`` at ``document_markers``."""
     recompute_strategy: str = "auto"
-    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
-    ``"random"`` (a control) or ``"none"``."""
+    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``
+    or ``"none"``."""
     recompute_ratio: float = DEFAULT_RATIO
     """The share of moved rows that is computed again."""
-    recompute_tolerance: float | None = None
-    """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
-    token's distribution is expected to be further from a full prefill's than this KL. None: what
-    ``calibrate`` has found for this model, or no more than ``recompute_ratio`` says."""
     recompute_overlap: int = 16
     """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
     """The precision in which KV is kept. 16 keeps what the model computed (32 bits if the model
     runs in 32); 8 and 4 need less space and are close to it."""
-    key_norms: bool = False
-    """Whether eviction also considers the norms of a chunk's keys: keys with small norms receive
-    more attention."""
     gpu_cache_bytes: int | None = None
     """The most of a GPU's memory that the cache may take. Where requests have pages, it takes those
     that none needs, by default all of them; elsewhere memory of its own, by default a quarter of
@@ -167,14 +161,13 @@ class EngineConfig:
     def image_limits(self) -> ImageLimits:
         return ImageLimits(self.max_images, self.max_image_bytes, self.max_image_pixels)
 
-    @property
+    @cached_property
     def repair(self) -> RepairParams:
         return RepairParams(
             self.recompute_strategy,
             self.recompute_ratio,
             self.recompute_overlap,
             self.reuse_moved,
-            self.recompute_tolerance,
         )
 
     def __post_init__(self) -> None:
@@ -190,8 +183,6 @@ class EngineConfig:
         self._check_audit()
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         one_of(self.far_kv_bits, KV_BITS, "far_kv_bits")
-        if not isinstance(self.key_norms, bool):
-            raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
         if self.cache_secret is None:
             object.__setattr__(self, "cache_secret", chosen_cache_secret())
         if self.cache_secret is not None and len(self.cache_secret) < LEAST_SECRET:

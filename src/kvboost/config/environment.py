@@ -20,12 +20,6 @@ def native_kernels_allowed() -> bool:
     return os.environ.get("KVBOOST_NATIVE", "1") != "0"
 
 
-def defers_imports(*, own_process: bool) -> bool:
-    """Whether parts of torch and transformers are imported when they are first called. That is so
-    in our own processes unless ``KVBOOST_DEFER_IMPORTS=0``, in others with ``1`` only."""
-    return os.environ.get("KVBOOST_DEFER_IMPORTS", str(int(own_process))) != "0"
-
-
 def progress_allowed() -> bool:
     """Whether long work may show its progress; ``KVBOOST_PROGRESS=0`` forbids it."""
     return os.environ.get("KVBOOST_PROGRESS", "1") != "0"

@@ -23,10 +23,8 @@ class EngineOptions(TypedDict, total=False):
     chunking: str
     recompute_strategy: str
     recompute_ratio: float
-    recompute_tolerance: float | None
     recompute_overlap: int
     kv_cache_bits: int
-    key_norms: bool
     gpu_cache_bytes: int | str | None
     disk_cache_dir: str | os.PathLike[str] | None
     disk_cache_bytes: int | str

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvboost.config.validation import at_least, one_of, whole, within
+from kvboost.config.validation import one_of, whole, within
 
-STRATEGIES = ("auto", "query", "cacheblend", "selective", "random", "none")
+STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
+CONTROL = "random"
+"""A strategy for ``kvboost quality`` alone: any rows, the same number as another strategy."""
 WITHOUT_RATIO = ("selective", "none")
 """The strategies that ``recompute_ratio`` says nothing to."""
 DEFAULT_RATIO = 0.19
-MOST_RECOMPUTED = 0.5
-"""With ``auto``, rounds of repair end when this share of the moved rows has been recomputed."""
 MOST_CONTEXTS = 4
 """Copies of the same text that are mixed, each read after other text."""
 REUSE_MOVED = ("when_faster", "always")
@@ -31,29 +31,15 @@ class RepairParams:
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
-    tolerance: float | None = None
-    """With ``auto``: more rows are computed again if the first token's distribution is expected to
-    be further from a full prefill's than this KL. None: no more than ``ratio`` says."""
 
     def __post_init__(self) -> None:
-        one_of(self.strategy, STRATEGIES, "recompute_strategy")
+        if self.strategy != CONTROL:
+            one_of(self.strategy, STRATEGIES, "recompute_strategy")
         one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
-        if self.tolerance is not None:
-            at_least(self.tolerance, 0.0, "recompute_tolerance")
-
-    @property
-    def takes_rounds(self) -> bool:
-        """Whether more rows may be recomputed than ``ratio`` says."""
-        return self.tolerance is not None and self.can_take_rounds
-
-    @property
-    def can_take_rounds(self) -> bool:
-        """Whether a tolerance has an effect."""
-        return self.strategy == "auto" and 0 < self.ratio < MOST_RECOMPUTED
 
     @property
     def name(self) -> str:
         """Requests whose repairs have the same name may continue from each other's rows."""
-        return f"{self.strategy} {self.ratio} {self.overlap} {self.tolerance}"
+        return f"{self.strategy} {self.ratio} {self.overlap}"

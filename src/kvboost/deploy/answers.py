@@ -75,7 +75,7 @@ def answer_headers(response: httpx.Response) -> RawHeaders:
 
 
 def farewell(content_type: str, last: bytes) -> bytes | None:
-    """What to send when an upstream is lost in an answer that ended in ``last`` so far: an error
+    """The end to send when an upstream is lost in an answer that ended in ``last`` so far: an error
     event or line, if the answer is a stream and its last event or line is complete. None: close the
     connection before the announced end, so that no client takes the answer for complete."""
     error = _bad_gateway(

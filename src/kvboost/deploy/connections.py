@@ -161,7 +161,7 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
         self._error: Exception | None = None
-        """What ended the connection, unless the upstream closed it."""
+        """The error that ended the connection, unless the upstream closed it."""
         self._parser_knows_end = False
         self._idle_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -250,7 +250,7 @@ class _Connection(asyncio.Protocol):
         return event
 
     def _next_event(self) -> Any:
-        """What h11 makes of the data that is there."""
+        """The events that h11 makes of the data that is there."""
         try:
             return self._parser.next_event()
         except h11.RemoteProtocolError as error:

@@ -1,4 +1,4 @@
-"""What routing looks at in a request: how its prompt begins, and which passages it contains.
+"""The features of a request that routing uses: the beginning of its prompt, and its passages.
 
 A prompt is reduced to two kinds of 64-bit numbers:
 
@@ -48,7 +48,7 @@ class Sketch:
     places: tuple[int, ...] = ()
     """About which token each mark is at."""
     reuses: str = "content"
-    """What the request allows: ``content``, ``beginning`` only, or ``nothing``."""
+    """The routing that the request allows: ``content``, ``beginning`` only, or ``nothing``."""
     model: str = ""
     """The model that the request names; empty if it names none."""
 

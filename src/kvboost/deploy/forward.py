@@ -149,7 +149,7 @@ class Forward:
     def _no_answer(
         self, request: Forwarded, upstream: str, error: httpx.TransportError
     ) -> _NoAnswer | ApiError:
-        """What follows if the client has seen nothing of an answer that failed."""
+        """The next step if the client has seen nothing of an answer that failed."""
         if isinstance(error, httpx.ReadTimeout):
             return timed_out(self._state.options.timeout)
         self._state.metrics.retry(upstream, type(error).__name__)
@@ -165,11 +165,7 @@ class Forward:
             flight.found(exact)
 
     async def _pass_on(
-        self,
-        upstream: str,
-        response: httpx.Response,
-        pieces: AsyncIterator[bytes],
-        answer: Answer,
+        self, upstream: str, response: httpx.Response, pieces: AsyncIterator[bytes], answer: Answer
     ) -> None:
         """Sends the answer, whose body is ``pieces``. The head goes with the first piece: until
         then, another upstream can answer. If the answer gives its length, the last piece goes with

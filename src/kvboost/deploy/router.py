@@ -26,11 +26,11 @@ from kvboost.errors import ConfigError
 POLICIES = ("content", "beginning", "round-robin")
 MOVED_WORTH = 0.85
 WAITING = 0.25
-"""What a token costs that another request still has to compute there. On average half of it is done
-by now; and a token that is computed a second time, elsewhere, costs all users, while waiting costs
-one."""
+"""The cost of a token that another request still has to compute there. On average half of it is
+done by now; and a token that is computed a second time, elsewhere, costs all users, while waiting
+costs one."""
 BALANCE = 1 / 8
-"""What a token of text that an upstream holds more than another costs a request of new text.
+"""The cost, for a request of new text, of a token that an upstream holds more than another.
 Without this, all requests that share a system prompt would stay with the first upstream that read
 it, and the memory of the others would stay empty."""
 LEAST_MEMORY = 16 * 1024
@@ -44,7 +44,7 @@ LEAST_HIT = 32
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How requests are routed. Validated on creation."""
+    """The settings of routing. Validated on creation."""
 
     policy: str = "content"
     """``content``: by beginning and passages; ``beginning``: for upstreams that reuse prefixes
@@ -54,7 +54,7 @@ class RouterSettings:
     upstream's cache holds; if it is more, the router learns from answers of KVBoost that say what
     was found."""
     request_tokens: int = 64
-    """What an open request costs the next one, as tokens to read."""
+    """The cost of an open request for the next one, as tokens to read."""
 
     def __post_init__(self) -> None:
         one_of(self.policy, POLICIES, "policy")
@@ -64,7 +64,7 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class Expected:
-    """How an upstream would read a prompt, in tokens."""
+    """The tokens of a prompt by how an upstream would read them."""
 
     beginning: int = 0
     elsewhere: int = 0
@@ -125,7 +125,7 @@ class Recent:
 
 
 class Known:
-    """What an upstream has read, as far as the router has seen."""
+    """The text that an upstream has read, as far as the router has seen."""
 
     def __init__(self, tokens: int) -> None:
         self._most = tokens
@@ -189,7 +189,7 @@ class _Upstream:
     open: int = 0
     """Requests without a complete answer."""
     extra: float = 0.0
-    """What requests that are still read cost more than one that is being answered."""
+    """The extra cost of requests that are still read over one that is being answered."""
     last: int = 0
     """The number of the last request that was sent there."""
     reading: Counter[int] = field(default_factory=Counter)

@@ -41,7 +41,7 @@ class ProxySettings:
 
 
 class RouteState:
-    """What all requests share."""
+    """The state that all requests share."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.options = settings

@@ -102,7 +102,7 @@ class Upstreams:
 
     @property
     def models(self) -> dict[str, models.Models | None]:
-        """What each lists; None if it does not list its models to us."""
+        """The list of each; None if it does not list its models to us."""
         return {one.url: one.models for one in self._all.values()}
 
     @property

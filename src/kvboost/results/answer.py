@@ -40,7 +40,7 @@ class ParsedAnswer:
     content: str
     """The text for the user."""
     reasoning: str = ""
-    """What the model wrote between ``<think>`` and ``</think>``."""
+    """The text that the model wrote between ``<think>`` and ``</think>``."""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
@@ -50,11 +50,11 @@ class AppliedEdit:
 
     type: str
     cleared_input_tokens: int
-    """How many tokens shorter the prompt became."""
+    """The number of tokens by which the prompt became shorter."""
     cleared_tool_uses: int | None = None
-    """How many results of tools were cleared; None if the edit clears no results."""
+    """The number of cleared results of tools; None if the edit clears no results."""
     cleared_thinking_turns: int | None = None
-    """How many turns lost their reasoning; None if the edit clears no reasoning."""
+    """The number of turns that lost their reasoning; None if the edit clears no reasoning."""
 
     def as_dict(self) -> dict[str, str | int]:
         """The edit as Anthropic's API reports it."""
@@ -86,11 +86,11 @@ class GenerationResult:
     them were, ``generated_tokens`` if none. Healing changes the cache, never an answer that was
     given, and so not this number."""
     healing: Healing | None = None
-    """What becomes of the approximate rows; None if there are none, or if they are not healed."""
+    """The healing of the approximate rows; None if there are none, or if they are not healed."""
     drafted_tokens: int = 0
-    """How many tokens were drafted by speculation, and run as rows of a forward."""
+    """The number of tokens that speculation drafted, and ran as rows of a forward."""
     accepted_tokens: int = 0
-    """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these are
+    """The number of drafted tokens that are tokens of the answer. ``drafted_tokens`` less these are
     rows that were computed for nothing."""
 
     def explain(self, *, other_salts: bool = True) -> Explanation:
@@ -109,8 +109,8 @@ class GenerationResult:
 
     @property
     def healed_tokens(self) -> int:
-        """How many approximate rows of this request are exact in the cache by now. Grows while the
-        engine is idle; ``engine.heal()`` waits for it."""
+        """The number of this request's approximate rows that are exact in the cache by now. Grows
+        while the engine is idle; ``engine.heal()`` waits for it."""
         return self.healing.healed_tokens if self.healing is not None else 0
 
     @property
@@ -158,7 +158,7 @@ class GenerationResult:
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens the answer has."""
+        """The number of tokens of the answer."""
         return len(self.token_ids)
 
     @property

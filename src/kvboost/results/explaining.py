@@ -38,7 +38,7 @@ class GoneRows:
 
 @dataclass(frozen=True)
 class Traces:
-    """What a cache tells of rows that it did not serve, when it is asked later."""
+    """The cache's reasons for rows that it did not serve, when it is asked later."""
 
     gone: tuple[GoneRows, ...] = ()
     elsewhere: tuple[tuple[int, int], ...] = ()
@@ -253,8 +253,8 @@ def _divergence(
 def _replaced(
     facts: PlanFacts, traces: Traces, row: int, cached: list[int]
 ) -> tuple[int, int] | None:
-    """How many tokens from ``row`` on of the ``cached`` text were replaced by how many, if the text
-    after them follows in both. The cached text is known only so far."""
+    """The numbers of tokens from ``row`` on that were replaced in the ``cached`` text, and by how
+    many, if the text after them follows in both. The cached text is known only so far."""
     for run, before in zip(facts.moved, traces.before, strict=False):
         if run.end <= row or not before:
             continue

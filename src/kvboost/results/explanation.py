@@ -19,7 +19,7 @@ MARKS = {
     RECOMPUTED: "▚",
     SpanKind.COMPUTE.value: "▒",
 }
-"""How the cells of a map are drawn without colours."""
+"""The characters of a map's cells without colours."""
 MAP_CELLS = 64
 _SHOWN_BEFORE = 24
 _SIDE = 60
@@ -99,10 +99,10 @@ class Divergence:
     """The text of that line before it, which both sides share."""
     prompt: str
     cached: str | None
-    """How the line goes on in the prompt, and in the cached text. None: that is not shown."""
+    """The rest of the line in the prompt, and in the cached text. None: that is not shown."""
     replaced: tuple[int, int] | None = None
-    """How many cached tokens the edit replaced, and by how many, if both texts are the same after
-    it."""
+    """The numbers of cached tokens that the edit replaced, and of those in their place, if both
+    texts are the same after it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Explanation:
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Explanation:
-        """What :meth:`as_dict` was made of, as JSON holds it."""
+        """The explanation that :meth:`as_dict` gave, from JSON."""
         parts = [
             Part(
                 **{
@@ -192,8 +192,8 @@ class Explanation:
 
     @property
     def details(self) -> list[str]:
-        """What ``str()`` shows after the map: the place where the prompt leaves cached text, with
-        the text on both sides, and each part with its reason."""
+        """The text that ``str()`` shows after the map: the place where the prompt leaves cached
+        text, with the text on both sides, and each part with its reason."""
         notes = [f"note: {note}" for note in self.notes]
         return [*_shown(self.divergence), "", *_table(self.parts), *notes]
 

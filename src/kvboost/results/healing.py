@@ -1,4 +1,4 @@
-"""What becomes of approximate rows."""
+"""The healing of approximate rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class AnswerAudit:
     """An answer over approximate rows, compared with the exact distributions at its positions."""
 
     compared_tokens: int
-    """How many tokens were compared: of a greedy answer all, of others the first 16."""
+    """The number of compared tokens: of a greedy answer all, of others the first 16."""
     agreement: float
     """The share of them at which the likeliest token was the same."""
     first_divergence: int | None
@@ -23,22 +23,22 @@ class AnswerAudit:
 
 @dataclass
 class Healing:
-    """What becomes of the approximate rows of one request: the engine computes them again, exactly,
+    """The healing of one request's approximate rows: the engine computes them again, exactly,
     when it is idle, or on a GPU while the request answers. Changes until ``status`` is final."""
 
     approximate_tokens: int
     """Rows of prompt and answer that were approximate when the answer ended, or when it became
     exact."""
     healed_tokens: int = 0
-    """How many of them became exact in the cache before ``status`` was final. They are the first
-    ones, without gaps."""
+    """The number of them that became exact in the cache before ``status`` was final. They are the
+    first ones, without gaps."""
     status: str = "waiting"
     """``"waiting"``; ``"done"``; ``"replaced"`` (the conversation went on, so that its next turn is
     healed in place of this one); ``"dropped"`` (too many waited, or something was forgotten);
     ``"failed"``."""
     audit: AnswerAudit | None = None
-    """How far the answer was from an exact one, once it has been healed; None unless ``status`` is
-    ``"done"``."""
+    """The distance of the answer from an exact one, once it has been healed; None unless ``status``
+    is ``"done"``."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,11 @@ class HealReport:
     """The result of ``heal``."""
 
     conversations: int
-    """How many were healed to their end."""
+    """The number of conversations that were healed to their end."""
     tokens: int
-    """How many rows became exact."""
+    """The number of rows that became exact."""
     waiting: int
-    """How many conversations and documents are left: time ran out, or they were interrupted."""
+    """The number of conversations and documents that are left: time ran out, or they were
+    interrupted."""
     readings: int = 0
-    """How many documents were read after other text (``warm_later``)."""
+    """The number of documents that were read after other text (``warm_later``)."""

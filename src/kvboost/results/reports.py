@@ -1,4 +1,4 @@
-"""What the other calls return: scores, orders of documents, pins, checks and adapters."""
+"""The results of the other calls: scores, orders of documents, pins, checks and adapters."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Arrangement:
     order: tuple[int, ...]
     """The order of the documents: the first is ``documents[order[0]]``."""
     exact_tokens: int
-    """How many tokens of the prompt an exact hit is expected to cover."""
+    """The number of the prompt's tokens that an exact hit is expected to cover."""
     exact_tokens_as_given: int
     """The same for the documents in the order given."""
 
     @property
     def saved_tokens(self) -> int:
-        """How many more tokens the exact hit covers than in the order given."""
+        """The number of tokens that the exact hit covers more than in the order given."""
         return self.exact_tokens - self.exact_tokens_as_given
 
 
@@ -61,24 +61,20 @@ class Pin:
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """What was tried: a ratio, and with ``auto`` a tolerance. Mean KL to a full prefill, and repair
-    cost per moved row."""
+    """A ratio that was tried, its mean KL to a full prefill, and repair cost per moved row."""
 
     ratio: float
     mean_kl: float
     charged_share: float
-    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of ``calibrate``: the cheapest settings tried that hold ``max_kl``. ``tolerance``
-    is None if the strategy repairs in one round."""
+    """The result of ``calibrate``: the smallest ratio tried that holds ``max_kl``."""
 
     ratio: float
     max_kl: float
     steps: tuple[CalibrationStep, ...]
-    tolerance: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -115,7 +111,7 @@ class AdapterInfo:
     rank: int
     """The largest of its ranks."""
     num_modules: int
-    """How many linear layers it changes."""
+    """The number of linear layers that it changes."""
     num_bytes: int
     is_activated: bool
     """Whether it applies from its invocation tokens on (aLoRA)."""

@@ -19,16 +19,16 @@ class MovedRows:
     start: int
     end: int
     distance: int
-    """How many positions further on they are now."""
+    """The number of positions by which they are further on now."""
     rows_before: int
-    """How many rows were before them here or there, whichever are more."""
+    """The number of rows before them, here or there, whichever is larger."""
     rows_changed: float
-    """How many of these are not the same here and there."""
+    """The number of these that are not the same here and there."""
 
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What an explanation needs of a plan besides its spans."""
+    """The facts of a plan that an explanation needs besides its spans."""
 
     at: float
     """When the prompt was planned, in seconds since 1970."""
@@ -58,7 +58,7 @@ class PlanFacts:
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """How a prompt is served. The spans cover it from the first to the last token, without gaps."""
+    """The report on reuse for a prompt. Its spans cover the prompt without gaps."""
 
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
@@ -71,9 +71,6 @@ class ReuseReport:
     probes ran and the last rows of the prompt that ran again."""
     charged_flops: float = 0.0
     """The same in arithmetic, attention included, as a share of computing all moved rows."""
-    expected_kl: float | None = None
-    """How far the first token's distribution is expected to be from that of a full prefill (KL),
-    with strategy ``auto``; None if there is nothing to tell it from."""
     facts: PlanFacts | None = field(default=None, repr=False, compare=False)
     explainer: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 

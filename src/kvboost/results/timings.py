@@ -1,4 +1,4 @@
-"""How long a request took, phase by phase."""
+"""The times of a request, phase by phase."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How cached text serves a prompt: plan it in spans, move keys, repair moved rows."""
+"""The use of cached text for a prompt: plan it in spans, move keys, repair moved rows."""

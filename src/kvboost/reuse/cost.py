@@ -1,4 +1,4 @@
-"""What a forward costs, learned from the forwards that run. Reuse is chosen where it pays.
+"""The cost of a forward, learned from the forwards that run. Reuse is chosen where it pays.
 
 A forward of ``rows`` rows over ``keys`` keys takes about ``fixed + rows * (row + key * keys)``.
 The three coefficients depend on model, machine and device: on a GPU, launches take most of a short
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import mean_error, needed_share, probe_rows
+from kvboost.reuse.repair import PROBE_BAND, mean_error, needed_share, probe_rows
 from kvboost.reuse.step_times import FIXED_ROWS, StepTimes, size_of
 
 WORTHWHILE_RATIO = 0.9
@@ -66,14 +66,13 @@ class CostModel:
         self._steps = StepTimes()
         self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
-        """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
+        """The number of rows that are computed for so many: on a GPU, forwards are padded to a few
+        sizes."""
         self.plain_rows: Callable[[int], int] = size_of
-        """What number of rows a decode step without drafts counts as."""
+        """The number of rows that a decode step without drafts counts as."""
         self.drafted_rows: Callable[[int], int] = size_of
-        """What number one with drafts counts as: on a GPU it is padded, too, and takes longer than
-        a step of as many requests."""
-        self.tolerance: float | None = None
-        """The tolerance of repairs that ``calibrate`` has found for this model."""
+        """The number that one with drafts counts as: on a GPU it is padded, too, and takes longer
+        than a step of as many requests."""
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
@@ -108,7 +107,7 @@ class CostModel:
         return float(_features(self.computed_rows(rows), keys) @ coefficients)
 
     def rows_within(self, seconds: float, keys: int) -> int | None:
-        """How many rows a forward over ``keys`` keys should compute in ``seconds``; None until
+        """The number of rows that a forward over ``keys`` keys computes in ``seconds``; None until
         forwards have been measured."""
         if not self.is_measured:
             return None
@@ -147,11 +146,10 @@ class CostModel:
         plan: Plan,
         repair: RepairParams,
         *,
-        probe_depth: float = 1.0,
         more_seconds: float = 0.0,
     ) -> bool:
         """Whether reusing the moved runs of ``plan`` should be faster than computing them."""
-        weighed = self.weigh(plan, repair, probe_depth=probe_depth, more_seconds=more_seconds)
+        weighed = self.weigh(plan, repair, more_seconds=more_seconds)
         return weighed is None or weighed.pays
 
     def weigh(
@@ -159,12 +157,11 @@ class CostModel:
         plan: Plan,
         repair: RepairParams,
         *,
-        probe_depth: float = 1.0,
         more_seconds: float = 0.0,
     ) -> Weighed | None:
-        """What reusing the moved runs of ``plan`` is expected to cost: a probe through
-        ``probe_depth`` of the layers, copies, a sparse forward and ``more_seconds``; and what a
-        plain forward would. None for a ``repair`` that does not ask."""
+        """The expected cost of reusing the moved runs of ``plan``: a probe, copies, a sparse
+        forward and ``more_seconds``; and what a plain forward would. None for a ``repair`` that
+        does not ask."""
         if not plan.moved or repair.strategy != "auto" or repair.reuse_moved == "always":
             return None
         total = plan.num_tokens
@@ -173,7 +170,7 @@ class CostModel:
         unknown = sum(len(rows) for rows in plan.computed())
         recomputed = round(repair.ratio * needed_share(mean_error(plan.moved)) * plan.num_moved)
         moving = self.forward(unknown + recomputed, total)
-        moving += self.forward(min(unknown, probe_rows(plan.moved)), total) * probe_depth
+        moving += self.forward(min(unknown, probe_rows(plan.moved)), total) * PROBE_BAND[1]
         slow = sum(hit.num_tokens for run in plan.moved for hit in run.hits if hit.is_slow)
         moving += self.place(plan.num_moved + plan.num_shared - slow) + self.place(slow, slow=True)
         if self.is_measured:  # else costs are not in seconds
@@ -183,17 +180,15 @@ class CostModel:
     def save(self) -> None:
         """Writes what was learned, if there is anything. A folder that cannot be written is
         ignored: the costs are learned again."""
-        if self._path is None or not (self.is_measured or self.tolerance is not None):
+        if self._path is None or not self.is_measured:
             return
-        learned: dict[str, object] = {"tolerance": self.tolerance}
-        if self.is_measured:
-            learned |= {
-                "gram": self._gram.tolist(),
-                "target": self._target.tolist(),
-                "rows": self._rows,
-                "place": self._place,
-                "slow_place": self._slow_place,
-            }
+        learned = {
+            "gram": self._gram.tolist(),
+            "target": self._target.tolist(),
+            "rows": self._rows,
+            "place": self._place,
+            "slow_place": self._slow_place,
+        }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
@@ -207,8 +202,6 @@ class CostModel:
     def _load(self) -> None:
         try:
             learned = json.loads(self._path.read_text()) if self._path else None
-            if learned and learned.get("tolerance") is not None:
-                self.tolerance = max(0.0, float(learned["tolerance"]))
             if learned:
                 gram, target = np.array(learned["gram"]), np.array(learned["target"])
                 rows, place = map(float, learned["rows"]), map(float, learned["place"])

@@ -28,7 +28,7 @@ class Plan:
     moved: tuple[MovedRun, ...] = ()
 
     num_shared: int = 0
-    """How many of the first rows are shared with a running request, and so in place already."""
+    """The number of first rows that are shared with a running request, and so in place."""
 
     @property
     def exact_rows(self) -> int:
@@ -66,8 +66,8 @@ class Plan:
 
 
 def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
-    """How ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared`` rows are in place
-    already. Hits that would save less than they cost are left out. ::
+    """The plan by which ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared``
+    rows are in place already. Hits that would save less than they cost are left out. ::
 
     0                                                             num_tokens
     |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|

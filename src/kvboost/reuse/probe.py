@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from kvboost.model.execution.partial_attention import sink_shares
-from kvboost.model.execution.segment import Hook, heads_first, is_beyond
+from kvboost.model.execution.segment import Hook, Rules, heads_first, is_beyond
 from kvboost.model.native.moved_rows import attention_mass
 
 _SCORES = 1 << 24  # attention weights held at a time: a long prompt has many
@@ -38,7 +38,7 @@ class Bands:
 
 
 def row_weights(num_rows: int) -> torch.Tensor:
-    """How much each of a prompt's last rows counts for the sums of :class:`AttentionMass`,
+    """The weight of each of a prompt's last rows in the sums of :class:`AttentionMass`,
     ``[KINDS, num_rows]``: all rows alike, the last ``END_ROWS`` of them, the last one."""
     weights = torch.ones(KINDS, num_rows)
     weights[1, :-END_ROWS] = weights[2, :-1] = 0
@@ -49,36 +49,32 @@ class AttentionMass(Hook):
     """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
     them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
     summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
-    ``[start]``, on the host, receive none. ``ends``: whether the forward ends in the last observed
-    layer."""
+    ``[start]``, on the host, receive none."""
 
-    def __init__(self, bands: Bands, absent: torch.Tensor, *, ends: bool = True) -> None:
+    averages = True
+
+    def __init__(self, bands: Bands, absent: torch.Tensor) -> None:
         self.args = (bands, absent)
         self.bands = bands
         self.absent = absent
-        self.ends = ends
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
-        self.is_complete: Callable[[], bool] | None = None
-        """Whether it is, if a GPU may be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
     def start(self) -> int:
         return len(self.absent)
 
+    def observed(self) -> torch.Tensor:
+        self.wait()
+        return self.mass
+
     @cached_property
     def mass(self) -> torch.Tensor:
         return torch.zeros(2, KINDS, self.start)
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        scale, window, _, sinks = rules
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start
@@ -125,9 +121,9 @@ class AttentionMass(Hook):
 
 
 class Deviation(Hook):
-    """How far the recomputed keys and values of rows, at ``positions`` on the host, are from the
-    cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and values
-    together."""
+    """The distance of the recomputed keys and values of rows, at ``positions`` on the host, from
+    the cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and
+    values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
         self.args = (layer, positions)
@@ -143,3 +139,6 @@ class Deviation(Hook):
         for fresh, stale in zip((keys, values), known, strict=True):
             distance = heads_first(fresh).float() - stale[:, :, positions].float()
             self.squared += distance.square().sum((0, 1, 3)).to(self.squared.device)
+
+    def observed(self) -> torch.Tensor:
+        return self.squared

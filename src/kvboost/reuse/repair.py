@@ -33,14 +33,14 @@ EARLY_LAYER = 0.2
 """It also observes the layer at this depth. Some models send much attention to a few rows there,
 say those of articles, which mean nothing later on. If these rows are stale, all others suffer."""
 EARLY_SHARE = 0.15
-"""How much of a row's score is attention in the early layer."""
+"""The share of attention in the early layer in a row's score."""
 PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 TYPICAL_SHARE = 0.32
 """``auto`` recomputes ``ratio`` of the moved rows if this share of the last row's attention goes to
 them, and more or fewer in proportion: the KL grows with that share."""
 LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
-"""How far ``auto`` may depart from ``ratio`` for that."""
+"""The factor by which ``auto`` may depart from ``ratio`` for that."""
 LEAST_ERROR, SEAM_ERROR, SEAM_REACH = 0.02, 0.15, 3.5
 """The error of a moved row's values, relative to their size: after the same text but for a little;
 and at the first row of a run, which has a new neighbour, fading over so many rows."""
@@ -90,24 +90,28 @@ _SAMPLED = ((np.arange(32) + 0.5) / 32).astype(np.float32)
 
 
 def probe_rows(runs: Sequence[MovedRun]) -> int:
-    """How many of a prompt's last rows are probed before ``runs`` are repaired."""
+    """The number of a prompt's last rows that are probed before ``runs`` are repaired."""
     return max(LEAST_PROBE_ROWS, math.ceil(PROBE_ROWS * needed_share(mean_error(runs))))
 
 
-class Probe(NamedTuple):
-    """Rows of the prompt at ``positions``, on the host, that run through the model up to layer
-    ``until``, or through all layers, for what ``hook`` sees. Rows that are ``absent`` are not
-    attended to."""
+class RepairStep(NamedTuple):
+    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a hook
+    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees.
+    Rows that are ``absent`` are not attended to."""
 
     positions: torch.Tensor
-    hook: Hook
+    hook: Hook | None
     until: int | None = None
     absent: torch.Tensor | None = None
 
     @property
+    def is_probe(self) -> bool:
+        return self.until is not None
+
+    @property
     def is_complete(self) -> Callable[[], bool] | None:
         """Whether the hook has seen all, if a GPU may still be at it."""
-        return self.hook.is_complete if isinstance(self.hook, AttentionMass) else None
+        return None if self.hook is None else self.hook.is_complete
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class RepairChoice:
 
 
 class MovedPlan(Protocol):
-    """What a repair needs to know of a plan."""
+    """The facts of a plan that a repair needs."""
 
     @property
     def moved(self) -> tuple[MovedRun, ...]: ...
@@ -182,7 +186,7 @@ class MovedText:
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
     def _observed(self) -> Floats:
-        """What the probe has seen, ``[2, KINDS, start]``."""
+        """The attention that the probe has seen, ``[2, KINDS, start]``."""
         assert self._seen is not None, "the prompt's last rows were not probed"
         self._seen.wait()
         mass: Floats = self._seen.mass.cpu().numpy()
@@ -198,7 +202,7 @@ class MovedText:
         return rows
 
     def errors(self) -> Floats:
-        """How far each moved row is expected to be off, given what has changed before it since it
+        """The expected error of each moved row, given what has changed before it since it
         was read, and how far before: ``[prompt]``."""
         errors = np.zeros(len(self.rows), np.float32)
         for run in self.runs:
@@ -207,7 +211,7 @@ class MovedText:
         return errors
 
     def weights(self) -> Floats:
-        """How much each moved row is expected to change the answer: how far it is off, times what
+        """The expected effect of each moved row on the answer: its error, times what
         the prompt's last rows attend to: ``[prompt]``. The sum is the error that they see."""
         return self.attention() * self.errors()
 
@@ -217,13 +221,13 @@ class MovedText:
         rows = probe_rows(self.runs)
         return range(max(self.runs[-1].end, self.live_end - rows), self.live_end)
 
-    def probes(self, repair: RepairParams, *, through_all_layers: bool = False) -> list[Probe]:
-        """What must run before the strategy of ``repair`` chooses."""
+    def probes(self, repair: RepairParams) -> list[RepairStep]:
+        """The steps that must run before the strategy of ``repair`` chooses."""
         if asks_attention(repair):
-            return [self.probe_attention(through_all_layers=through_all_layers)]
+            return [self.probe_attention()]
         return self.probe_deviation() if repair.strategy == "cacheblend" else []
 
-    def probe_attention(self, *, through_all_layers: bool = False) -> Probe:
+    def probe_attention(self) -> RepairStep:
         """The probe for ``attention``: the last rows run over the moved KV as it is and do not
         attend to rows that are not computed yet."""
         start = self.tail.start
@@ -231,12 +235,11 @@ class MovedText:
         hidden[start:] = False
         absent = torch.from_numpy(hidden)
         bands = probed_layers(self.num_layers)
-        self._seen = AttentionMass(bands, absent[:start], ends=not through_all_layers)
-        until = None if through_all_layers else bands.last
+        self._seen = AttentionMass(bands, absent[:start])
         rows = np.arange(start, self.live_end)
-        return self._probe(rows, self._seen, until, absent if hidden.any() else None)
+        return self._probe(rows, self._seen, bands.last, absent if hidden.any() else None)
 
-    def probe_deviation(self) -> list[Probe]:
+    def probe_deviation(self) -> list[RepairStep]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
         needed = np.flatnonzero((self.rows | self.unknown)[: self.live_end])
         layer = min(1, self.num_layers - 1)
@@ -245,8 +248,8 @@ class MovedText:
         return [self._probe(one.positions.numpy(), one, layer) for one in self._deviations]
 
     def deviation(self) -> Floats:
-        """How far each moved row's keys and values in layer 1 are from those computed at its new
-        position: ``[prompt]``."""
+        """The distance of each moved row's keys and values in layer 1 from those computed at its
+        new position: ``[prompt]``."""
         scores = np.zeros(len(self.rows), np.float32)
         for one in self._deviations:
             scores[one.positions.numpy()] = one.squared.numpy()
@@ -256,12 +259,11 @@ class MovedText:
         self,
         positions: Positions,
         hook: Hook,
-        until: int | None,
+        until: int,
         absent: torch.Tensor | None = None,
-    ) -> Probe:
-        depth = 1.0 if until is None else (until + PARTIAL_LAYER) / self.num_layers
-        self._charge(positions, depth)
-        return Probe(torch.from_numpy(positions), hook, until, absent)
+    ) -> RepairStep:
+        self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
+        return RepairStep(torch.from_numpy(positions), hook, until, absent)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""
@@ -272,15 +274,15 @@ class MovedText:
         self.charged_keys += depth * float(positions.sum())
 
     def charged_flops(self, attention_share: float) -> float:
-        """What the repair has cost, as a share of the arithmetic of computing all moved rows.
+        """The cost of the repair, as a share of the arithmetic of computing all moved rows.
         ``attention_share``: attending to one key, relative to one row through the weights."""
         moved_keys = float(np.flatnonzero(self.rows).sum())
         computed = self.plan.num_moved + attention_share * moved_keys
         return (self.charged_tokens + attention_share * self.charged_keys) / computed
 
-    def top(self, scores: Floats, num_rows: int, without: Which | None = None) -> Which:
-        """The ``num_rows`` moved rows that score highest, ``without`` some of them."""
-        candidates = np.flatnonzero(self.rows if without is None else self.rows & ~without)
+    def top(self, scores: Floats, num_rows: int) -> Which:
+        """The ``num_rows`` moved rows that score highest."""
+        candidates = np.flatnonzero(self.rows)
         others = len(candidates) - num_rows
         ranked = scores[candidates].argpartition(min(others, len(candidates) - 1))
         chosen = np.zeros_like(self.rows)

@@ -38,7 +38,8 @@ class RequestRows(ShiftedRows, Protocol):
         """Prepares rows that are not known: a probe does not attend to them."""
 
     def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
-        """What does in a probe of the last rows, at ``positions``, what ``hook`` would do."""
+        """The hook that does in a probe of the last rows, at ``positions``, what ``hook`` would
+        do."""
 
 
 class BufferedRows:

@@ -46,6 +46,11 @@ class Rotation:
         self._different = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
         """One entry for all layers if they rotate alike."""
 
+    @property
+    def groups(self) -> tuple[Rotation, ...]:
+        """As those of :class:`MixedRotation`: there is one."""
+        return (self,)
+
     def at(self, layer: int) -> tuple[Rotation, int]:
         """The rotation of the layers like ``layer``, and its number among them."""
         return self, layer

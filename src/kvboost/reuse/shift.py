@@ -50,12 +50,10 @@ _APART = abs(_NUMBER[:, None] - _NUMBER)
 class Spans:
     """Rows that share an offset, more or less. ``block_of``, ``[prompt]``, is the block of each
     row, and -1 for rows that are not moved; span ``n`` has the blocks from ``n * BLOCKS`` on.
-    ``block_tokens``, ``[spans]``: how long these are. ``seen``, ``[spans]``: how many rows have
-    shown the offset in earlier rounds of the same repair. All on the host."""
+    ``block_tokens``, ``[spans]``: how long these are. All on the host."""
 
     block_of: np.ndarray[Any, np.dtype[np.int64]]
     block_tokens: Floats
-    seen: Floats
 
     @classmethod
     def of(cls, ranges: Sequence[range], num_tokens: int) -> Spans:
@@ -64,7 +62,7 @@ class Spans:
         for number, rows in enumerate(ranges):
             block_of[rows.start : rows.stop] = _blocks(len(rows)) + number * BLOCKS
         tokens = np.array([len(rows) / BLOCKS for rows in ranges], np.float32)
-        return cls(block_of, tokens, np.zeros(len(ranges), np.float32))
+        return cls(block_of, tokens)
 
     def between(self, start: int, end: int) -> Spans:
         """The spans of rows ``[start, end)`` alone."""
@@ -72,14 +70,8 @@ class Spans:
         block_of[:start] = block_of[end:] = -1
         return replace(self, block_of=block_of)
 
-    def after(self, fresh: Which) -> Spans:
-        """The spans for the next round, when rows ``fresh``, ``[prompt]``, are recomputed. Those
-        are not shifted any more, and the other rows have the offset that they have shown."""
-        seen = self.seen + self.rows_by_block(fresh).sum(1)
-        return replace(self, block_of=np.where(fresh, -1, self.block_of), seen=seen)
-
     def weights(self, positions: Positions) -> Floats | None:
-        """What each of the recomputed ``positions`` adds to the offset of a block:
+        """The share of each of the recomputed ``positions`` in the offset of a block:
         ``[spans, BLOCKS, BLOCKS]``, of the block in dimension 1, if it is in the one in dimension
         2. None if there are no rows to learn from or none to shift."""
         rows = self.rows_by_block(positions)[:, None]
@@ -89,14 +81,13 @@ class Spans:
         near = np.exp(_APART * (self.block_tokens / -REACH)[:, None, None])
         share = near + FAR_ROWS / np.maximum(count, 1)
         share /= (near * rows).sum(2, keepdims=True) + FAR_ROWS
-        known = count + PRIOR_ROWS + self.seen[:, None, None]
-        weights: Floats = np.where(count >= 2, count / known, 0) * share
+        weights: Floats = np.where(count >= 2, count / (count + PRIOR_ROWS), 0) * share
         return weights
 
     def rows_by_block(self, positions: Positions | Which) -> Floats:
-        """How many of the rows at ``positions``, or of those where it is true, are in each block:
+        """The number of rows at ``positions``, or where it is true, in each block:
         ``[spans, BLOCKS]``."""
-        others = len(self.seen) * BLOCKS  # the number of rows in no block comes last
+        others = len(self.block_tokens) * BLOCKS  # the number of rows in no block comes last
         blocks = self.block_of[positions] % (others + 1)
         count = np.bincount(blocks, minlength=others + 1)[:others]
         return count.astype(np.float32).reshape(-1, BLOCKS)

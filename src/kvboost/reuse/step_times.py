@@ -1,4 +1,4 @@
-"""How long decode steps take, by their number of rows. It handles no tensors."""
+"""The times of decode steps by their number of rows. It handles no tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 MOST_ROWS = 136
 """The most rows of a decode step, all requests and their drafts together, that is measured."""
 KEPT = 9
-"""How many times of each size are kept."""
+"""The number of times that are kept of each size."""
 LEAST = 3
 """A size that was seen less often is not trusted: it may have met a busy moment."""
 FIXED_ROWS = 24
@@ -44,8 +44,8 @@ class StepTimes:
     def time(self, rows: int, forward: Callable[[int], float]) -> float:
         """The time of a step of ``rows`` rows, between those of the two nearest sizes that are
         trusted. Beyond these, it changes as ``forward`` does, the time of forwards of any size.
-        More rows than were ever seen are taken to be cheap: what is dear is known once it has run,
-        what never runs never is."""
+        Sizes larger than any seen are taken to be cheap: they have a cost only after they have
+        run."""
         if self._known is None:
             self._known = self._learn()
         sizes, times = self._known

@@ -107,10 +107,10 @@ class Backend:
         """What chunks look like in slow tiers."""
         shape, bits = self.model.forward.shape, self._config.kv_cache_bits
         states = self.model.forward.states
-        groups = (shape,) if isinstance(shape, KVShape) else shape.groups
-        if isinstance(shape, KVShape) and not states:
-            return group_format(shape, bits)
-        return MixedFormat(tuple(group_format(group, bits) for group in groups), states.tensors)
+        formats = tuple(group_format(group, bits) for group in shape.groups)
+        if len(formats) == 1 and not states:
+            return formats[0]
+        return MixedFormat(formats, states.tensors)
 
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
@@ -169,18 +169,18 @@ class Backend:
         return StatePacker(self._make_row_packer(), own)
 
     def _make_row_packer(self) -> Packer:
-        shape, rotation = self.model.forward.shape, self.rotation
-        if isinstance(shape, KVShape):
-            assert not isinstance(rotation, MixedRotation)
-            return Packer(self._make_quantizer(shape, rotation))
-        none = [None] * len(shape.groups)
-        rotations = rotation.groups if isinstance(rotation, MixedRotation) else none
-        return MixedPacker(list(map(self._make_quantizer, shape.groups, rotations)))
+        quantizers = self._make_quantizers()
+        return Packer(quantizers[0]) if len(quantizers) == 1 else MixedPacker(quantizers)
 
-    def _make_quantizer(self, shape: KVShape, rotation: Rotation | None) -> Quantizer:
-        bits = group_format(shape, self._config.kv_cache_bits).bits
-        measures = self._config.key_norms
-        return make_quantizer(self.model, rotation, self.tiers.ram, bits, measures)
+    def _make_quantizers(self) -> list[Quantizer]:
+        """One for each group of layers that are alike."""
+        groups = self.model.forward.shape.groups
+        rotations = [None] * len(groups) if self.rotation is None else self.rotation.groups
+        bits = [group_format(group, self._config.kv_cache_bits).bits for group in groups]
+        return [
+            make_quantizer(self.model, rotation, self.tiers.ram, own_bits)
+            for rotation, own_bits in zip(rotations, bits, strict=True)
+        ]
 
     @property
     def _near_bytes(self) -> int:
@@ -232,16 +232,13 @@ def rotation_of(model: LoadedModel) -> AnyRotation | None:
     if rotation is None:
         return None
     shape, interleaved = model.forward.shape, rotation.interleaved
-    if isinstance(shape, KVShape):
-        every = torch.stack(rotation.frequencies)
-        return Rotation(every, interleaved=interleaved, kernel=move_keys)
     of_groups: list[list[torch.Tensor]] = [[] for _ in shape.groups]
     for (group, _), of_layer in zip(shape.places, rotation.frequencies, strict=True):
         of_groups[group].append(of_layer)
     rotations = [
         Rotation(torch.stack(some), interleaved=interleaved, kernel=move_keys) for some in of_groups
     ]
-    return MixedRotation(rotations, shape.places)
+    return rotations[0] if len(rotations) == 1 else MixedRotation(rotations, shape.places)
 
 
 def group_format(shape: KVShape, bits: int) -> KVFormat:
@@ -253,8 +250,8 @@ def group_format(shape: KVShape, bits: int) -> KVFormat:
 
 
 def make_quantizer(
-    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
+    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int
 ) -> Quantizer:
     """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
     own = ram.own if device_of(model.device).is_host else None
-    return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)
+    return Quantizer(bits, rotation, own=own)

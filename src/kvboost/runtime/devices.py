@@ -38,6 +38,8 @@ class Device:
     between their layers."""
     may_page = False
     """Whether requests could have pages."""
+    collectives = "gloo"
+    """What ranks with such devices exchange tensors over, as torch names it."""
     clock = staticmethod(time.perf_counter)
     """What steps are measured with. Use it within one thread."""
 
@@ -84,6 +86,7 @@ class NvidiaGpu(Device):
     # Chunks are pages there, so that large ones cost no copies; the host's time goes by chunks.
     chunk_size = 512
     may_page = True
+    collectives = "cpu:gloo,cuda:nccl"
 
     def kv_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0] * 2 * MEMORY_SHARE)

@@ -21,13 +21,11 @@ from kvboost.tokens.hashing import TokenIds
 class Keeping:
     """Keeps the rows of one request, as far as it may be kept."""
 
-    def __init__(
-        self, runtime: Runtime, state: RequestState, kv: RequestKV, reusable_rows: int
-    ) -> None:
-        """``reusable_rows``: how many of the first rows another request could use."""
+    def __init__(self, runtime: Runtime, state: RequestState, kv: RequestKV) -> None:
         self._runtime, self._state, self._kv = runtime, state, kv
         self._request = state.request
-        self._reusable_rows = reusable_rows
+        self.reusable_rows = runtime.planner.reusable(state.request)
+        """How many of the first rows another request could use."""
         self._ids = state.request.token_ids
         self.used: list[Sequence[Hit]] = []
         """Paths of chunks that served it, of which the eviction order has not heard yet."""
@@ -40,7 +38,7 @@ class Keeping:
         self.touch_used()  # before what is new: it follows these chunks
         if not self._keeps_rows:
             return 0
-        num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
+        num_rows = min(state.rows, self.reusable_rows, request.cacheable_rows)
         boundaries: Sequence[int] = request.boundaries
         states: KnownStates | None = None
         if kv.states is not None:
@@ -58,7 +56,7 @@ class Keeping:
             boundaries=boundaries,
             epoch=state.epoch,
             wait=ended,
-            grows=not ended and not state.is_awaited and kv.states is None,
+            grows=not ended and not state.turn.is_awaited and kv.states is None,
             states=states,
             lag_of=request.images.lag_of if request.images and request.is_spatial else None,
         )
@@ -97,7 +95,7 @@ class Keeping:
             healing.finish(is_kept=is_kept)
         elif is_kept:
             # A sequence that fills what may be reused could not be read again in parts.
-            num_rows = max(0, min(state.rows, self._reusable_rows - 1))
+            num_rows = max(0, min(state.rows, self.reusable_rows - 1))
             greedy = takes_likeliest(request.params, runtime.model.generation_config)
             is_free = request.grammar is None
             ids = self._token_ids[:num_rows]

@@ -12,29 +12,50 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
-from kvboost.runtime.errands import Errands
 from kvboost.runtime.generation import Generation
-from kvboost.runtime.healing import Healer
-from kvboost.runtime.idle_time import IdleTime
-from kvboost.runtime.job import Job
-from kvboost.runtime.loop_stats import LoopStats
-from kvboost.runtime.patience import Patience
+from kvboost.runtime.healing import Healer, IdleTime
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
-from kvboost.runtime.scheduler import Scheduler
-from kvboost.runtime.streams import AnswerListener, FutureAnswer, Outbox
+from kvboost.runtime.scheduler import Company, Job, Patience, Scheduler
+from kvboost.runtime.streams import AnswerListener, AsyncTextStream, FutureAnswer, Outbox
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """The loop at one moment, and its totals."""
+
+    waiting: int
+    running: int
+    max_waiting: int
+    max_running: int
+    kv_bytes: int
+    max_kv_bytes: int
+    shared_kv_bytes: int
+    """What the running requests would need in addition if they shared no rows."""
+    steps: int
+    steps_between_parts: int
+    """Those of running answers between two parts of another forward."""
+    rows: int
+    batch_sizes: dict[int, int]
+    finished: dict[str, int]
+    rejected: int
+    cpu_seconds: float
+    """Processor time of the loop's thread until the end of its last step."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class Loop:
@@ -54,7 +75,7 @@ class Loop:
         self._counts: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
-        self._errands = Errands()
+        self._errands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._outbox = Outbox()
         self._step_clock = backend.device.clock
         self._step_ended: float | None = None
@@ -103,6 +124,13 @@ class Loop:
             self._changed.notify_all()
         return job
 
+    def stream(self, state: RequestState, timeout: float | None = None) -> AsyncTextStream:
+        """Queues a request; its answer can be read in this event loop."""
+        stream = AsyncTextStream(state)
+        job = self.submit(state, stream, timeout=timeout)
+        stream.on_close(lambda: self.cancel(job))
+        return stream
+
     def _start_thread(self) -> None:
         """Call it with the lock held."""
         if self._thread is None:
@@ -115,10 +143,11 @@ class Loop:
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, which needs the model for a moment, in the loop's thread: one such piece
         before each step, so that answers wait for no more than one."""
+        errand: Future[T] = Future()
         with self._changed:
             if self._closed:
                 raise ShuttingDownError("the engine is closed")
-            errand = self._errands.add(work)
+            self._errands.append((errand, work))
             self._start_thread()
             self._changed.notify_all()
         return errand
@@ -207,7 +236,8 @@ class Loop:
         for job in self._jobs():
             self._cancel(job, "cancelled")
         with self._changed:
-            self._errands.cancel()
+            for errand, _ in self._errands:
+                errand.cancel()
 
     def _await_work(self) -> None:
         """Waits for a request, for time to heal something, or to be closed."""
@@ -229,9 +259,14 @@ class Loop:
 
     def _run_errand(self) -> None:
         with self._changed:
-            run = self._errands.next()
-        if run is not None:
-            run()
+            if not self._errands:
+                return
+            errand, work = self._errands.popleft()
+        if errand.set_running_or_notify_cancel():
+            try:
+                errand.set_result(work())
+            except BaseException as error:
+                errand.set_exception(error)
 
     def _step(self) -> None:
         self._remove_departed()
@@ -407,9 +442,9 @@ class Loop:
         company = self._company() if company is None else company
         state, is_reading = job.state, job.is_reading
         if is_reading:
-            state.slice_rows = self._slice_rows(job, company.num_answering > 0)
-        state.has_slack = self._scheduler.has_slack(job)
-        state.is_awaited = bool(self._scheduler.waiting)
+            state.turn.slice_rows = self._slice_rows(job, company.num_answering > 0)
+        state.turn.has_slack = self._scheduler.has_slack(job)
+        state.turn.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
             if is_reading:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypedDict
 
-from kvboost.config import (
-    EXACTNESS,
-    HEAL,
-    GenerationMode,
-    RepairParams,
-    SamplingParams,
-    choose,
-    most_drafted,
-    one_of,
-    stop_strings,
-    unknown_option,
-    within,
-)
-from kvboost.errors import ConfigError
-from kvboost.model.adapters.adapter import AppliedAdapter
-from kvboost.runtime.request import Request
+from kvboost.config import GenerationMode, SamplingParams, stop_strings, unknown_option
 from kvboost.structured.formats import FormatOptions
-from kvboost.structured.grammars import Grammar
-from kvboost.tokens.hashing import TokenIds
-from kvboost.tokens.images import PlacedImages
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -60,7 +42,6 @@ class ReuseOptions(TypedDict, total=False):
     cache_salt: str
     recompute_strategy: str | None
     recompute_ratio: float | None
-    recompute_tolerance: float | None
     reuse_moved: str | None
     adapter: str | None
 
@@ -94,98 +75,21 @@ class BatchOptions(RequestOptions, total=False):
 FILLED_IN = {"max_new_tokens", "end_ids", "bad_word_ids"}
 """Fields of SamplingParams that are no options."""
 _SAMPLING = {option.name for option in fields(SamplingParams)} - FILLED_IN
-_REUSE = set(ReuseOptions.__annotations__)
 _ALL = _SAMPLING | set(RequestOptions.__annotations__)
 
 
-def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
-    """Splits a request's options into sampling and reuse; an unknown option is an error."""
+def sampling_params(max_new_tokens: int, options: Mapping[str, Any]) -> SamplingParams:
+    """Those of a request's options; an unknown option is an error."""
     refuse_unknown(options, _ALL)
-    given: dict[str, Any] = {name: options[name] for name in options if name in _SAMPLING}  # type: ignore[literal-required]
+    given = {name: value for name, value in options.items() if name in _SAMPLING}
     given["stop"] = stop_strings(options.get("stop"))
     for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
-    shared: Any = {name: value for name, value in options.items() if name in _REUSE}
-    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
+    return SamplingParams(max_new_tokens=max_new_tokens, **given)
 
 
-def refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
+def refuse_unknown(options: Mapping[str, object], known: Collection[str]) -> None:
     for name in options:
         if name not in known:
             raise unknown_option(name, known)
-
-
-def make_request(
-    token_ids: TokenIds,
-    mode: GenerationMode | str,
-    params: SamplingParams,
-    repair: RepairParams,
-    keep: bool,
-    boundaries: Sequence[int],
-    tenant: str = "",
-    heal: str = "auto",
-    exactness: str = "repaired",
-    grammar: Grammar | None = None,
-    applied: AppliedAdapter | None = None,
-    speculate: str | int = "auto",
-    images: PlacedImages | None = None,
-    marks: Sequence[int] = (),
-    *,
-    cache_salt: str = "",
-    recompute_strategy: str | None = None,
-    recompute_ratio: float | None = None,
-    recompute_tolerance: float | None = None,
-    reuse_moved: str | None = None,
-) -> Request:
-    """A checked request. ``repair`` holds the engine's own settings, used unless the request gives
-    others."""
-    for name, value in (("cache_salt", cache_salt), ("tenant", tenant)):
-        if not isinstance(value, str):
-            raise ConfigError(f"{name}={value!r} must be a string")
-    if not isinstance(keep, bool):
-        raise ConfigError(f"keep={keep!r} must be True or False")
-    for place in boundaries:
-        within(place, 0, len(token_ids), "boundaries")
-    for place in marks:
-        within(place, 0, len(token_ids), "marks")
-    if recompute_strategy is not None:
-        repair = replace(repair, strategy=recompute_strategy)
-    if recompute_ratio is not None:
-        repair = replace(repair, ratio=recompute_ratio)
-    if recompute_tolerance is not None:
-        repair = replace(repair, tolerance=recompute_tolerance)
-    if reuse_moved is not None:
-        repair = replace(repair, reuse_moved=reuse_moved)
-    if grammar is not None and params.ignore_eos:
-        raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
-    if grammar is not None and params.rules_out:
-        raise ConfigError(
-            "min_new_tokens, bad_words and allowed_token_ids do not go with a format: the format "
-            "says which tokens may come"
-        )
-    mode = choose(GenerationMode, mode, "mode")
-    if params.prompt_logprobs is not None:  # they take the logits of all rows
-        mode = GenerationMode.BASELINE
-    one_of(heal, HEAL, "heal")
-    one_of(exactness, EXACTNESS, "exactness")
-    if exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:
-        mode = GenerationMode.PREFIX_CACHE
-    most_drafted(speculate)
-    return Request(
-        token_ids,
-        mode,
-        cache_salt,
-        params,
-        repair,
-        keep,
-        tuple(boundaries),
-        tenant,
-        heal,
-        exactness,
-        grammar,
-        applied,
-        speculate,
-        images,
-        tuple(marks),
-    )

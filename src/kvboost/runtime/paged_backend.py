@@ -33,7 +33,6 @@ from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
 from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.request import RequestRows
-from kvboost.reuse.rope import MixedRotation
 from kvboost.reuse.step_times import size_of
 from kvboost.runtime.backend import Backend
 from kvboost.runtime.scheduler import MOST_BESIDE_HEALING
@@ -67,7 +66,7 @@ class PagedBackend(Backend):
         precision as they were computed, and if any prompt may use them."""
         config = self._config
         is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
-        keeps = is_wanted and not config.key_norms and self.shares_rows
+        keeps = is_wanted and self.shares_rows
         return self._slab_bytes if keeps else 0
 
     @property
@@ -189,8 +188,7 @@ class PagedBackend(Backend):
         if not forward.streams:
             capture = make_capture(slab.shape.device, config.graphs, config.device_memory)
         paged = PagedForward(forward, slab, capture)
-        rotation = self.rotation
-        assert not isinstance(rotation, MixedRotation)
+        rotation = None if self.rotation is None else self.rotation.groups[0]
         kernels, heads = GpuKernels(SlabPages(slab), rotation), self.model.num_heads
         self.forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
         paged.runner = self.forwards

@@ -1,29 +1,33 @@
-"""Which rows of a prompt are cached, and whether reusing them pays."""
+"""Which rows of a prompt are cached, whether reusing them pays, and what is noted to explain it."""
 
 from __future__ import annotations
 
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
 from kvboost.model.loading.compat import Support
-from kvboost.results import ReuseReport
-from kvboost.results.explaining import Decode
-from kvboost.reuse.cost import CostModel
+from kvboost.results import Explanation, MovedRows, PlanFacts, ReuseReport
+from kvboost.results.explaining import SHOWN_TOKENS, Decode, Traces, explain
+from kvboost.reuse.cost import CostModel, Weighed
 from kvboost.reuse.plan import LEAST_TOKENS, LIVE_TOKENS, Plan, make_plan
-from kvboost.reuse.repair import PROBE_BAND
-from kvboost.runtime.plan_facts import explainer, plan_facts
 from kvboost.runtime.request import Request
-from kvboost.tokens.hashing import ChunkKey
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 from kvboost.tokens.images import PlacedImages
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Lookup:
-    """What is ``known`` of a prompt, until this is closed. As a context, closes itself."""
+    """What is ``known`` of a prompt, until this is closed, at the end of its context."""
 
     def __init__(self, lookup: AbstractContextManager[KnownRows]) -> None:
         self._open = ExitStack()
@@ -32,8 +36,8 @@ class Lookup:
     def close(self) -> None:
         self._open.close()
 
-    def __enter__(self) -> KnownRows:
-        return self.known
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -109,8 +113,7 @@ class Planner:
         plan, weighed, notes = make_plan(len(request.token_ids), known, num_shared), None, []
         refusal = self._refusal(request)
         if plan.moved:
-            depth = 1.0 if request.repair.takes_rounds else PROBE_BAND[1]
-            weighed = self._cost.weigh(plan, request.repair, probe_depth=depth)
+            weighed = self._cost.weigh(plan, request.repair)
         if weighed is not None and not weighed.pays:
             plan, refusal = plan.without_moved(), "slower"
             notes.append("moved text was computed: reusing it would not have been faster")
@@ -132,20 +135,51 @@ class Planner:
                 f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
                 "on the prompt's length: nothing is reused, moved or kept"
             )
-        facts = plan_facts(
-            self._store,
-            self._root(request),
-            request,
-            known,
-            plan,
-            last=live_end - 1,
-            cacheable=self._cacheable(request),
-            movable=self._movable(request, live_end),
-            refusal=refusal,
-            weighed=weighed if refusal == "slower" else None,
-        )
+        weighed = weighed if refusal == "slower" else None
+        facts = self._facts(request, known, plan, live_end, refusal, weighed)
         explain = explainer(self._store, request.token_ids, self._decode)
         return plan, ReuseReport(plan.spans, tuple(notes), facts=facts, explainer=explain)
+
+    def _facts(
+        self,
+        request: Request,
+        known: KnownRows,
+        plan: Plan,
+        live_end: int,
+        refusal: str,
+        weighed: Weighed | None,
+    ) -> PlanFacts:
+        """What is noted of every plan, to explain it later. That takes microseconds: nothing is
+        looked at chunk by chunk. ``weighed``: the costs by which moved text was refused."""
+        root, last, cacheable = self._root(request), live_end - 1, self._cacheable(request)
+        in_place = known.in_place
+        known_rows = in_place[-1].end if in_place else 0
+        prefix = max(plan.num_shared, known_rows)
+        follows: list[int] = []
+        if prefix < min(last, cacheable) and plan.num_shared <= known_rows:
+            ids = request.token_ids
+            follows = self._store.following(root, in_place, ids, SHOWN_TOKENS).tolist()
+        scale = 1e3 if weighed is not None and weighed.is_measured else 1.0
+        return PlanFacts(
+            time.time(),
+            root,
+            request.mode.value,
+            prefix,
+            tuple(follows),
+            last,
+            cacheable,
+            self._movable(request, live_end),
+            tuple(
+                MovedRows(
+                    one.start, one.end, one.hits[0].distance, one.rows_before, one.rows_changed
+                )
+                for one in plan.moved
+            ),
+            tuple(_left(known, plan)) if known.moved else (),
+            refusal,
+            None if weighed is None else (weighed.moving * scale, weighed.computing * scale),
+            scale > 1,
+        )
 
     def _refusal(self, request: Request) -> str:
         """Why text is not moved, whatever is cached; empty if it may be."""
@@ -213,3 +247,38 @@ def _no_lag(row: int) -> int:
 
 def _until(hits: tuple[Hit, ...], end: int) -> tuple[Hit, ...]:
     return tuple(hit.clip(hit.start, end) for hit in hits if hit.start < end)
+
+
+def _left(known: KnownRows, plan: Plan) -> list[tuple[int, int]]:
+    """The rows that runs of ``known`` cover and the plan computes."""
+    left: list[tuple[int, int]] = []
+    runs = iter(known.moved)  # by where they begin
+    run: MovedRun | None = next(runs)
+    row = 0
+    for rows in plan.computed():
+        row = max(row, rows.start)
+        while run is not None and run.start < rows.stop:
+            if run.end > row:
+                left.append((max(row, run.start), min(run.end, rows.stop)))
+                row = left[-1][1]
+            if run.end > rows.stop:
+                break
+            run = next(runs, None)
+    return left
+
+
+def explainer(
+    store: ChunkStore, token_ids: TokenIds, decode: Decode
+) -> Callable[[ReuseReport, bool], Explanation]:
+    """What explains a report on ``token_ids``. It does not keep the store, and so not the engine,
+    alive."""
+    found = weakref.ref(store)
+
+    def work(report: ReuseReport, other_salts: bool) -> Explanation:
+        def trace(root: ChunkKey, **options: Any) -> Traces:
+            there = found()
+            return Traces() if there is None else there.trace(token_ids, root, **options)
+
+        return explain(report, token_ids.tolist(), decode, trace, other_salts=other_salts)
+
+    return work

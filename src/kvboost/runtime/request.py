@@ -78,6 +78,24 @@ class Request:
 
 
 @dataclass
+class Turn:
+    """What the loop tells a request before it asks what that needs next."""
+
+    slice_rows: int | None = None
+    """How many rows of its prompt go through the model at a time; None: what suits the device."""
+    is_awaited: bool = False
+    """Whether requests wait to be started, perhaps for the text that this one reads."""
+    has_slack: bool = True
+    """Whether its next step has time to heal rows."""
+    other_rows: int = 0
+    """How many rows the other running requests need in a step."""
+    other_tokens: float = 0.0
+    """How many tokens those of them that are answering may expect of a step."""
+    other_promises: float = 0.0
+    """How many more with the drafts that they do not run, because steps are launched ahead."""
+
+
+@dataclass
 class RequestState:
     """How far a request is."""
 
@@ -108,24 +126,15 @@ class RequestState:
     """How many chunks the request has added to the store."""
     batched: bool = False
     """Whether the loop runs it, beside other requests that may share its rows."""
-    is_awaited: bool = False
-    """Whether requests wait to be started, perhaps for the text that this one reads."""
+    turn: Turn = field(default_factory=Turn)
     awaits: Callable[[], bool] | None = None
     """If it pauses for the device: whether that has done what the request needs to go on."""
     accompanied: bool = False
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
-    slice_rows: int | None = None
-    """How many rows of its prompt go through the model at a time; None: what suits the device."""
     expected_tokens: float = 1.0
     """How many tokens it may expect of its next step, with a draft."""
-    other_tokens: float = 0.0
-    """How many the other requests of the loop may expect of a step, those that are answering."""
     promised_tokens: float = 0.0
     """What a draft would add, if it runs none because its steps are launched ahead."""
-    other_promises: float = 0.0
-    """The same of other requests of the batch, together."""
-    other_rows: int = 0
-    """How many rows the other requests of the loop need in a step."""
     step_seconds: float = 0.0
     """How long its last step took, by the device's clock, with what was done before it since the
     one before."""
@@ -138,8 +147,6 @@ class RequestState:
     healing: Healing | None = None
     heals: bool = False
     """Whether its approximate rows become exact while it answers."""
-    has_slack: bool = True
-    """Whether its next step has time for that."""
     exact_from: int = 0
     """If it is exact: the first token of the answer that exact rows gave."""
 

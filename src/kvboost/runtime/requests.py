@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvboost.config import GenerationMode, SamplingParams, within
-from kvboost.errors import ContextLengthError, ImageError, PromptError
+from kvboost.config import (
+    EXACTNESS,
+    HEAL,
+    GenerationMode,
+    RepairParams,
+    SamplingParams,
+    choose,
+    most_drafted,
+    one_of,
+    within,
+)
+from kvboost.errors import ConfigError, ContextLengthError, ImageError, PromptError
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.vision.tower import VisionTower
 from kvboost.results import Clock
-from kvboost.runtime.lifetime import Lifetime
-from kvboost.runtime.options import (
-    RequestOptions,
-    ReuseOptions,
-    make_request,
-    refuse_unknown,
-    split,
-)
+from kvboost.runtime.options import RequestOptions, ReuseOptions, refuse_unknown, sampling_params
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
-from kvboost.runtime.settings import Settings
+from kvboost.runtime.settings import Lifetime, Settings
 from kvboost.structured.grammars import Grammar, Grammars
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ReadPrompt, is_image_row
@@ -55,24 +58,10 @@ class Requests:
     ) -> RequestState:
         """A request for an answer. Its clock starts here, unless the caller has started it."""
         clock = clock or Clock()
-        params, reuse = split(max_new_tokens, options)
-        params = self._resolve(params)
+        params = self._resolve(sampling_params(max_new_tokens, options))
         read = self._prompts.read_whole(prompt)
         grammar = self._grammars.of_format(options)
-        request = self._make(
-            read,
-            mode,
-            reuse,
-            params,
-            grammar,
-            keep=options.get("keep", True),
-            boundaries=options.get("boundaries", ()),
-            tenant=options.get("tenant", ""),
-            heal=options.get("heal"),
-            exactness=options.get("exactness", "repaired"),
-            speculate=options.get("speculate"),
-            marks=options.get("marks", ()),
-        )
+        request = self._make(read, mode, options, params, grammar)
         clock.lap("tokenize")
         return RequestState(request, clock)
 
@@ -90,76 +79,117 @@ class Requests:
         return replace(params, end_ids=tuple(sorted(ends)), bad_word_ids=tuple(sorted(banned)))
 
     def plain(
-        self, prompt: ReadPrompt, mode: GenerationMode | str, options: ReuseOptions
+        self,
+        prompt: ReadPrompt,
+        mode: GenerationMode | str,
+        options: ReuseOptions,
+        *,
+        runs: bool = True,
     ) -> Request:
-        """A request whose answer does not matter. Unknown options are an error."""
-        refuse_unknown(options, set(ReuseOptions.__annotations__))
-        return self._make(prompt, mode, options)
-
-    def planned(
-        self, prompt: ReadPrompt, mode: GenerationMode | str, options: ReuseOptions
-    ) -> Request:
-        """The same for a request that is never run: its images need not be there."""
-        refuse_unknown(options, set(ReuseOptions.__annotations__))
-        return self._make(prompt, mode, options, runs=False)
+        """A request whose answer does not matter. Unknown options are an error. If it never
+        ``runs``, its images need not be there."""
+        refuse_unknown(options, ReuseOptions.__annotations__)
+        return self._make(prompt, mode, options, runs=runs)
 
     def reading(
         self, prompt: ReadPrompt, salt: str, boundaries: Sequence[int], adapter: str | None
     ) -> RequestState:
         """A request that reads a text and answers nothing."""
-        options: ReuseOptions = {"cache_salt": salt, "adapter": adapter}
-        mode = GenerationMode.PREFIX_CACHE
-        request = self._make(prompt, mode, options, boundaries=boundaries)
+        options = {"cache_salt": salt, "adapter": adapter, "boundaries": boundaries}
+        request = self._make(prompt, GenerationMode.PREFIX_CACHE, options)
         return RequestState(request, reads=True)
 
     def _make(
         self,
         prompt: ReadPrompt,
         mode: GenerationMode | str,
-        reuse: ReuseOptions,
+        options: Mapping[str, Any],
         params: SamplingParams | None = None,
         grammar: Grammar | None = None,
         *,
-        keep: bool = True,
-        boundaries: Sequence[int] = (),
-        tenant: str = "",
-        heal: str | None = None,
-        exactness: str = "repaired",
-        speculate: str | int | None = None,
         runs: bool = True,
-        marks: Sequence[int] = (),
     ) -> Request:
+        """``options`` are a request's, those of ``params`` and ``grammar`` aside; all are
+        checked."""
         self._lifetime.check()
+        params = params or SamplingParams(max_new_tokens=1)
         token_ids, images = prompt.token_ids, prompt.images
         if runs:
             _check_images(prompt)
-        how: dict[str, Any] = dict(reuse)
-        name = how.pop("adapter", None)
-        applied = self._runtime.adapters.applied(name, token_ids)
-        if applied is not None and images is not None:
-            _check_sight(self._runtime.model.vision, applied.adapter, name)
+        name = options.get("adapter")
+        adapter = self._runtime.adapters.applied(name, token_ids)
+        if adapter is not None and images is not None:
+            _check_sight(self._runtime.model.vision, adapter.adapter, str(name))
         longest = self._runtime.model.context_length
         if longest is not None and len(token_ids) >= longest:
             raise ContextLengthError(len(token_ids), longest)
+        boundaries, marks = options.get("boundaries", ()), options.get("marks", ())
         if images is not None and images.is_spatial:
             boundaries = (*boundaries, *images.edges)
+        for place in boundaries:
+            within(place, 0, len(token_ids), "boundaries")
+        for place in marks:
+            within(place, 0, len(token_ids), "marks")
+        salt, tenant = options.get("cache_salt", ""), options.get("tenant", "")
+        for option, value in (("cache_salt", salt), ("tenant", tenant)):
+            if not isinstance(value, str):
+                raise ConfigError(f"{option}={value!r} must be a string")
+        if not isinstance(keep := options.get("keep", True), bool):
+            raise ConfigError(f"keep={keep!r} must be True or False")
+        if grammar is not None:
+            _check_format(params)
         config = self._settings.config
-        return make_request(
-            token_ids,
-            mode,
-            params or SamplingParams(max_new_tokens=1),
-            config.repair,
-            keep,
-            boundaries,
-            tenant,
-            config.heal if heal is None else heal,
-            exactness,
-            grammar,
-            applied,
-            config.speculate if speculate is None else speculate,
-            images,
-            marks,
-            **how,
+        heal, speculate = options.get("heal"), options.get("speculate")
+        heal = config.heal if heal is None else heal
+        speculate = config.speculate if speculate is None else speculate
+        exactness = options.get("exactness", "repaired")
+        one_of(heal, HEAL, "heal")
+        one_of(exactness, EXACTNESS, "exactness")
+        most_drafted(speculate)
+        mode = choose(GenerationMode, mode, "mode")
+        if params.prompt_logprobs is not None:  # they take the logits of all rows
+            mode = GenerationMode.BASELINE
+        if exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:
+            mode = GenerationMode.PREFIX_CACHE
+        return Request(
+            token_ids=token_ids,
+            mode=mode,
+            salt=salt,
+            params=params,
+            repair=_repair(config.repair, options),
+            keep=keep,
+            boundaries=tuple(boundaries),
+            tenant=tenant,
+            heal=heal,
+            exactness=exactness,
+            grammar=grammar,
+            adapter=adapter,
+            speculate=speculate,
+            images=images,
+            marks=tuple(marks),
+        )
+
+
+def _repair(repair: RepairParams, options: Mapping[str, Any]) -> RepairParams:
+    """The engine's ``repair`` with what a request chooses instead."""
+    names = {
+        "recompute_strategy": "strategy",
+        "recompute_ratio": "ratio",
+        "reuse_moved": "reuse_moved",
+    }
+    chosen: Any = {own: options.get(option) for option, own in names.items()}
+    chosen = {own: value for own, value in chosen.items() if value is not None}
+    return replace(repair, **chosen) if chosen else repair
+
+
+def _check_format(params: SamplingParams) -> None:
+    """Raises ConfigError if ``params`` do not go with a format."""
+    if params.ignore_eos:
+        raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
+    if params.rules_out:
+        raise ConfigError(
+            "min_new_tokens, bad_words and allowed_token_ids do not go with a format: the format "
+            "says which tokens may come"
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ from kvboost.reuse.request import RequestRows
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.backend import Backend
 from kvboost.runtime.idle_work import IdleQueue
-from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
 from kvboost.runtime.sharing import RunningRequests
@@ -37,6 +39,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
+TRIM_EVERY = 8
 
 
 class Runtime:
@@ -61,7 +64,7 @@ class Runtime:
             format=backend.kv_format,
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
-            policy=partial(LearnedPolicy, use_importance=config.key_norms),
+            policy=LearnedPolicy,
             attention_share=model.attention_share,
             max_pinned_bytes=config.max_pinned_bytes or config.max_cache_bytes // 2,
             state_every=backend.state_every,
@@ -144,8 +147,8 @@ class Runtime:
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
         live_end = len(request.token_ids)
-        with self.planner.lookup(request, live_end, pin=False) as known:
-            plan, report = self.planner.plan(request, known, live_end)
+        with self.planner.lookup(request, live_end, pin=False) as lookup:
+            plan, report = self.planner.plan(request, lookup.known, live_end)
         return replace(report, strategy=request.repair.strategy if plan.moved else None)
 
     def known_exactly(self, token_ids: TokenIds, salt: str) -> int:
@@ -227,3 +230,36 @@ class Runtime:
         )
         self.store.listen(publisher, root)
         return publisher
+
+
+class Trimmer:
+    """Makes the C library return unused memory from time to time.
+
+    A forward allocates and frees tensors of many sizes, and longer-lived objects end up between
+    them. Without trimming, the heap of a long-running process grows to a multiple of what is in
+    use. Trimming takes a few milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._trim = _malloc_trim()
+        self._requests = 0
+        self._lock = threading.Lock()
+
+    def after_request(self) -> None:
+        """Call it at the end of every request. It trims after each ``TRIM_EVERY`` requests."""
+        with self._lock:
+            self._requests += 1
+            due = self._requests % TRIM_EVERY == 0
+        if due and self._trim is not None:
+            self._trim(0)
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's ``malloc_trim``. Other C libraries have no such function."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return trim

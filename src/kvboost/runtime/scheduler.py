@@ -12,13 +12,123 @@ those requests keep their pace.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import QueueFullError
-from kvboost.runtime.job import SAMPLED, Job
+from kvboost.results import SpanKind
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.streams import AnswerListener
+from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix, window_hashes
+
+if TYPE_CHECKING:
+    from kvboost.model.execution.segment import Segment
+    from kvboost.runtime.computing import Steps
+
+
+WINDOW = 32
+SAMPLED = 16
+"""One window in this many is compared with the windows of other prompts."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that waits or runs."""
+
+    state: RequestState
+    root: ChunkKey
+    """The root of the cache it uses. Jobs with other roots share nothing with it."""
+    listener: AnswerListener
+    arrived: float = 0.0
+    deadline: float | None = None
+    started: float | None = None
+    held_since: float | None = None
+    """Since when it waits for another job to read text that both need."""
+    steps: Steps | None = None
+    need: Segment | None = None
+    """The rows it needs next; None if it paused or has not started."""
+    num_shown: int = 0
+    """How many pieces of text, or token ids, its listener has got."""
+    cancelled: bool = False
+    runs_alone: bool = False
+    """Its batch failed, and its rows could not simply be run again with others."""
+
+    @property
+    def tenant(self) -> str:
+        return self.state.request.tenant
+
+    @property
+    def mode(self) -> GenerationMode:
+        return self.state.request.mode
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.state.request.token_ids
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has no token of its answer yet."""
+        return not self.state.token_ids
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether its next rows are a probe."""
+        return self.need is not None and self.need.observes
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether it pauses, and the device has not done yet what it needs to go on."""
+        return self.state.awaits is not None and not self.state.awaits()
+
+    @property
+    def to_read(self) -> list[range]:
+        """The rows of its prompt that must be computed; all of them until it has been planned."""
+        if not self.state.reuse.spans:
+            return [range(len(self.token_ids))]
+        spans = self.state.reuse.spans
+        return [range(s.start, s.end) for s in spans if s.kind is SpanKind.COMPUTE]
+
+    @property
+    def left_to_read(self) -> list[range]:
+        """The part of ``to_read`` that is not computed yet."""
+        done = self.state.rows
+        left = (range(max(rows.start, done), rows.stop) for rows in self.to_read)
+        return [rows for rows in left if rows]
+
+    @property
+    def rows_left(self) -> int:
+        return sum(map(len, self.left_to_read))
+
+    def common_with(self, other: Job) -> tuple[int, list[int]]:
+        """How many tokens both prompts begin with, and at which places after them the other one has
+        windows of this one."""
+        found = self._common.get(other)
+        if found is None:
+            begin, theirs = common_prefix(self.token_ids, other.token_ids), other.windows
+            places = (theirs[hash] for hash in theirs.keys() & self.windows.keys())
+            found = self._common[other] = begin, [place for place in places if place >= begin]
+        return found
+
+    @cached_property
+    def _common(self) -> WeakKeyDictionary[Job, tuple[int, list[int]]]:
+        return WeakKeyDictionary()
+
+    @cached_property
+    def windows(self) -> dict[int, int]:
+        """A sample of its prompt's windows and their positions. The sample depends on content
+        alone, so equal texts give equal windows."""
+        hashes = window_hashes(self.root, self.token_ids, WINDOW)
+        places = np.flatnonzero(hashes % np.uint64(SAMPLED) == 0)
+        return dict(zip(hashes[places].tolist(), places.tolist(), strict=True))
+
 
 LEAST_SHARED = 128
 """A request does not wait to share fewer tokens."""
@@ -200,3 +310,101 @@ def num_shared(job: Job, other: Job, left: Left) -> int:
 def _num_within(places: Sequence[int], ranges: Left) -> int:
     """How many places are in one of the ranges, which do not overlap."""
     return sum(sum(map(rows.__contains__, places)) for rows in ranges)
+
+
+class Company:
+    """What requests need and expect together. A request is taken out while it is asked what it
+    needs next, so that it is told of the others; adding all of them up each time would take as long
+    as a step where many run."""
+
+    def __init__(self, jobs: Iterable[Job], *, shares_forwards: bool = True) -> None:
+        """``shares_forwards``: whether prompts that are read are in one forward with answers."""
+        self.num_answering = 0
+        self._shares_forwards = shares_forwards
+        self._tokens = self._promises = 0.0
+        self._rows = 0
+        for job in jobs:
+            self._count(job, 1)
+
+    def add(self, job: Job) -> None:
+        self._count(job, 1)
+
+    def take(self, job: Job) -> None:
+        """Takes a request out and tells it of the others."""
+        self._count(job, -1)
+        turn = job.state.turn
+        turn.other_tokens, turn.other_promises = self._tokens, self._promises
+        turn.other_rows = self._rows
+
+    def _count(self, job: Job, sign: int) -> None:
+        state = job.state
+        if state.token_ids:
+            self.num_answering += sign
+            self._tokens += sign * state.expected_tokens
+            self._promises += sign * state.promised_tokens
+        elif not self._shares_forwards:
+            return
+        if job.need is not None:
+            self._rows += sign * len(job.need)
+
+
+LEAST_SLICE = 32
+"""Rows of a prompt in one forward, however long they take: fewer would hardly be faster."""
+QUICK_ROWS = 16
+"""So few rows take about as long as one: they wait for the weights."""
+
+
+class Costs(Protocol):
+    """How long forwards take."""
+
+    def rows_within(self, seconds: float, keys: int) -> int | None: ...
+
+
+class Patience:
+    """Says what may run before answers must go on, so that none waits longer than ``max_pause``
+    seconds for its next token; 0 sets no limit. Use it within one thread."""
+
+    def __init__(
+        self, max_pause: float, cost: Costs, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._max_pause = max_pause
+        self._cost = cost
+        self._clock = clock
+        self._answered = clock()
+        self._step_seconds = 0.0
+        self._part_began = self._answered
+        self._part_seconds = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether there is a limit."""
+        return self._max_pause > 0
+
+    def answered(self, began: float) -> None:
+        """Notes that answers have their next tokens now, of a step that ``began`` then."""
+        self._answered = self._part_began = self._clock()
+        self._step_seconds = self._answered - began
+
+    def is_over(self) -> bool:
+        """Whether answers would wait too long if they had to wait for one more part of a forward.
+        Call it before each part: layers have a long and a short part, so the next one is taken to
+        last as long as the longer of the last two. Where the answers' own steps take long, the
+        forward goes on for as long as one of them: it would hardly end otherwise."""
+        now = self._clock()
+        last, self._part_seconds = self._part_seconds, now - self._part_began
+        self._part_began = now
+        longer = max(last, self._part_seconds)
+        limit = max(self._max_pause, 2 * self._step_seconds)
+        return now + longer + self._step_seconds > self._answered + limit
+
+    def allows(self, rows: int, keys: int) -> bool:
+        """Whether a forward of ``rows`` rows over ``keys`` keys is known to be done in time."""
+        within = self._cost.rows_within(self._max_pause, keys)
+        return rows <= max(QUICK_ROWS, within or 0)
+
+    def slice_rows(self, most: int, keys: int) -> int:
+        """How many rows of a prompt, at most ``most``, a forward computes in time: a power of two,
+        so that slices of one size end where those of another do."""
+        within = self._cost.rows_within(self._max_pause, keys) if self else None
+        if within is None or within >= most:
+            return most
+        return min(most, max(LEAST_SLICE, 1 << within.bit_length() >> 1))

@@ -1,13 +1,14 @@
-"""The options of an engine while it runs."""
+"""The options of an engine while it runs, and whether it may still be used."""
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 
 from kvboost.config import EngineConfig, RepairParams
+from kvboost.errors import KVBoostError
 from kvboost.results import Calibration
-from kvboost.reuse.cost import CostModel
 
 log = logging.getLogger("kvboost")
 
@@ -17,13 +18,10 @@ LEAST_RAISED = 0.15
 
 class Settings:
     """Options are fixed, except for how much of moved text is repaired: calibration and the audit
-    change that. ``cost`` keeps the tolerance that was found for later processes."""
+    change that."""
 
-    def __init__(self, config: EngineConfig, cost: CostModel) -> None:
-        if config.recompute_tolerance is None:
-            config = replace(config, recompute_tolerance=cost.tolerance)
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._cost = cost
 
     @property
     def repair(self) -> RepairParams:
@@ -32,10 +30,6 @@ class Settings:
     def use(self, found: Calibration) -> None:
         """Repairs as calibration has found it to be enough."""
         self.config = replace(self.config, recompute_ratio=found.ratio)
-        if found.tolerance is not None:
-            self.config = replace(self.config, recompute_tolerance=found.tolerance)
-            self._cost.tolerance = found.tolerance
-            self._cost.save()
 
     def repair_more(self, mean_kl: float) -> None:
         """The audit found answers that were further than ``max_audit_kl`` from exact ones."""
@@ -49,3 +43,26 @@ class Settings:
                 ratio,
             )
             self.config = replace(self.config, recompute_ratio=ratio)
+
+
+class Lifetime:
+    """From the making of an engine to its end, in the process that made it."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.is_over = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that the engine belongs to."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raises KVBoostError if the engine can be used no more, or not here."""
+        if self.is_over:
+            raise KVBoostError("this engine is closed; make another one")
+        if self.is_elsewhere:
+            raise KVBoostError(
+                f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork "
+                "of it: threads and locks do not survive a fork; make the engine in the child"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvboost.config import GenerationMode
@@ -75,20 +75,12 @@ class Totals:
             counts = Counter(self._counts)
         hits = counts["exact_hits"] + counts["approximate_hits"]
         lookups = max(1, hits + counts["misses"])
-        return RequestTotals(
-            cache_hits=hits,
-            approximate_hits=counts["approximate_hits"],
-            cache_misses=counts["misses"],
-            hit_rate=hits / lookups,
-            exact_hit_rate=counts["exact_hits"] / lookups,
-            requests=counts["requests"],
-            prompt_tokens=counts["prompt_tokens"],
-            exact_tokens=counts["exact_tokens"],
-            approximate_tokens=counts["approximate_tokens"],
-            moved_tokens=counts["moved_tokens"],
-            recomputed_tokens=counts["recomputed_tokens"],
-            token_reuse_rate=counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
-            generated_tokens=counts["generated_tokens"],
-            drafted_tokens=counts["drafted_tokens"],
-            accepted_tokens=counts["accepted_tokens"],
-        )
+        counted = {field.name: counts[field.name] for field in fields(RequestTotals)}
+        derived: dict[str, Any] = {
+            "cache_hits": hits,
+            "cache_misses": counts["misses"],
+            "hit_rate": hits / lookups,
+            "exact_hit_rate": counts["exact_hits"] / lookups,
+            "token_reuse_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+        }
+        return RequestTotals(**counted | derived)

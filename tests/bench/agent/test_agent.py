@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fake_openai import FakePeer
 from kvboost.bench.agent.made_up import Played, Row, figure, goals
 from kvboost.bench.agent.settings import Settings
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.bench.serve.clients import SOURCES, Answer
-from word_model import word_model
+from support.fake_openai import FakePeer
+from support.word_model import word_model
 
 
 def row(system: str, layout: str, *ttft_s: float, healed: int | None = None) -> Row:

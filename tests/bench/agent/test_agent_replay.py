@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fake_openai import FakePeer
 from kvboost.bench.agent.checks import Check
 from kvboost.bench.agent.replay_report import Replayed, path_problems, replay_figure, show
 from kvboost.bench.agent.settings import Settings
@@ -20,9 +19,10 @@ from kvboost.bench.kit.benchmark import Option
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
 from kvboost.bench.serve.clients import SOURCES, Answer
 from kvboost.errors import ConfigError
-from passages import text
-from tiny import byte_tokenizer, tiny_config
-from tiny_server import CONTEXT, TinyPeer
+from support.fake_openai import FakePeer
+from support.passages import text
+from support.tiny import byte_tokenizer, tiny_config
+from support.tiny_server import CONTEXT, TinyPeer
 
 HEAD, LONG = "You are a coding agent.\n", text("file", 60)
 EDITED = [f"{HEAD}The time is {clock}.\n{LONG}\n" for clock in ("9:59", "10:00 sharp")]

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fake_openai
-from fake_openai import FakePeer
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.process import running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, SYSTEMS, LlamaServer, VLLMServer
@@ -20,6 +18,8 @@ from kvboost.bench.serve.clients import Answer, Target, closed_loop
 from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
 from kvboost.integrations.vllm.options import Options
+from support import fake_openai
+from support.fake_openai import FakePeer
 
 
 def ask(url: str) -> Answer:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fake_worker import fake_engine
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.engines import ENGINES, OURS, OWN, PEERS, STOCK
@@ -21,7 +20,8 @@ from kvboost.bench.peers.worker import Worker
 from kvboost.bench.peers.workers import kvboost_here, stock
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress
-from tiny import byte_tokenizer, tiny_model
+from support.fake_worker import fake_engine
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_frozen_worker_can_be_closed(setting: Setting) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
 def test_a_frozen_worker_does_not_outlive_a_driver_that_is_killed(setting: Setting) -> None:
     code = (
-        "import os, signal; from fake_worker import fake_engine\n"
+        "import os, signal; from support.fake_worker import fake_engine\n"
         "from kvboost.bench.peers.setting import Setting\n"
         "from kvboost.bench.peers.worker import Worker; from pathlib import Path\n"
         f"setting = Setting('m', Path({str(setting.folder)!r}), 1, 1, 9)\n"
@@ -223,7 +223,7 @@ def test_every_list_of_packages_is_complete_and_of_cpu_builds() -> None:
 def test_stock_and_ours_say_what_they_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process; tests/bench/speed/test_interior.py asks both over the pipe."""
+    """In this process; tests/bench/ttft/test_ttft.py asks over the pipe."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -11,19 +11,12 @@ from kvboost.bench.quality.deviation import Settings, describe_donor, measure
 from kvboost.bench.quality.long_summary import BesideFloor, Both, LongSummary, Mean
 from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor
-from kvboost.bench.quality.rows import (
-    NOISE,
-    NOISE_KINDS,
-    LongAnswer,
-    Row,
-    append_rows,
-    load_rows,
-)
+from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, LongAnswer, Row, append_rows, load_rows
 from kvboost.bench.quality.summary import Summary, markdown_table, summarize
 from kvboost.bench.quality.tasks import Asking, choose
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 ASKING = {"passages": 3, "passage_tokens": 160, "answer_tokens": 12}
 

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import fake_openai
-from fake_engine import FakeEngine
-from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Option
 from kvboost.bench.peers.process import Running
@@ -23,8 +20,11 @@ from kvboost.bench.serve.report import cut_short, inequalities, serve_figure, ta
 from kvboost.bench.serve.run import Settings, rotated, run
 from kvboost.bench.serve.stats import Round, Row, goals
 from kvboost.errors import ConfigError, KVBoostError
-from live_server import live_server
-from word_model import word_model
+from support import fake_openai
+from support.fake_engine import FakeEngine
+from support.fake_openai import FakePeer
+from support.live_server import live_server
+from support.word_model import word_model
 
 
 def answered(ttft_s: float, sent_s: float = 0.0, error: str | None = None) -> Answer:

@@ -7,15 +7,15 @@ import re
 
 import pytest
 
-import fake_openai
-from fake_engine import FakeEngine
 from kvboost.bench.serve.clients import Answer, Target, closed_loop, data_of, read_event
 from kvboost.bench.serve.connection import Connection
 from kvboost.bench.serve.processes import Clients
 from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
 from kvboost.serve.http.connections import Connection as ServedConnection
-from live_server import live_server
+from support import fake_openai
+from support.fake_engine import FakeEngine
+from support.live_server import live_server
 
 
 @pytest.mark.parametrize(

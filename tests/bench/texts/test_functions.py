@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-from kvboost.bench.texts.functions import (
-    beginning,
-    files_before,
-    functions,
-    imports,
-    source_of,
-)
+from kvboost.bench.texts.functions import beginning, files_before, functions, imports, source_of
 
 MEDIAN = next(one for one in functions("statistics") if one.name == "median")
 

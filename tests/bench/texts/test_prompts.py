@@ -4,7 +4,7 @@ import pytest
 
 from kvboost.bench.texts.prompts import MAX_QUESTIONS, PATTERNS, fragments, passages, question
 from kvboost.model.loading.tokenizer import ModelTokenizer
-from tiny import byte_tokenizer
+from support.tiny import byte_tokenizer
 
 ENCODE = ModelTokenizer(byte_tokenizer()).encode
 

@@ -50,6 +50,13 @@ def test_a_passage_needs_no_title(tmp_path, passage) -> None:
     assert question.passages == ("x",)
 
 
+def test_a_file_of_kvsharearena_is_read(tmp_path) -> None:
+    row = {"_id": "7", "context": "x y", "input": "Who?", "answers": ["Ada"], "chunks": ["x", "y"]}
+    assert read_questions(write(tmp_path, row)) == [Question("Who?", ("Ada",), ("x", "y"))]
+    with pytest.raises(ConfigError, match="'chunks' is "):
+        read_questions(write(tmp_path, {**row, "chunks": []}))
+
+
 def test_passages_of_a_file_come_once_each_with_a_title(tmp_path) -> None:
     other = {**ROW, "passages": [ROW["passages"][0], {"text": "Long.\nLonger."}]}
     assert read_passages(write(tmp_path, ROW, other)) == [
@@ -175,8 +182,7 @@ def test_names_last_for_the_most_passages() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"count": 0}, {"num_passages": 1}, {"num_passages": 101}, {"words_per_passage": 10}],
+    "options", [{"count": 0}, {"num_passages": 1}, {"num_passages": 101}, {"words_per_passage": 10}]
 )
 def test_sizes_that_cannot_be_made_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from fake_worker import fake_engine
-from homes import use_home
 from kvboost import StockModel
 from kvboost.bench.kit.benchmark import Bench
 from kvboost.bench.kit.timing import Sample
@@ -49,7 +47,9 @@ from kvboost.bench.ttft.run import Settings, run
 from kvboost.cli import app
 from kvboost.errors import ConfigError
 from kvboost.progress import Progress
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.fake_worker import fake_engine
+from support.homes import use_home
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 
 def encode(text: str) -> list[int]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import zmq
 
-from kv_events import Subscriber
 from kvboost import KVEvents
 from kvboost.cache.events import publisher, replays
 from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.events.replays import END_OF_REPLAY, MOST_CLIENTS, STALLED_SECONDS
 from kvboost.cache.events.sender import MAX_UNSENT, Sender
 from kvboost.tokens.hashing import as_token_ids, root_key
+from support.kv_events import Subscriber
 
 ROOT = root_key("model", "")
 WAIT_MS = 60_000

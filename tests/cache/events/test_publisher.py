@@ -10,8 +10,6 @@ import pytest
 import torch
 import zmq
 
-from chunks import ORIGIN, ROOT, packing
-from kv_events import Subscriber
 from kvboost import ConfigError, KVEvents
 from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.events.replays import END_OF_REPLAY
@@ -20,6 +18,8 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
+from support.chunks import ORIGIN, ROOT, packing
+from support.kv_events import Subscriber
 
 CHUNK, BLOCK = 8, 4
 ROW_BYTES = 2 * 4
@@ -37,11 +37,7 @@ class Published:
             window=CHUNK,
         )
         self.publisher = EventPublisher(
-            settings,
-            ROOT,
-            medium="CPU",
-            is_known=self.store.__contains__,
-            max_waiting=max_waiting,
+            settings, ROOT, medium="CPU", is_known=self.store.__contains__, max_waiting=max_waiting
         )
         self.store.listen(self.publisher, ROOT)
 

@@ -191,14 +191,6 @@ def test_bytes_and_cost_matter_to_the_learned_order() -> None:
     assert policy.is_trusted and order == ["large", "plain", "dear"]
 
 
-def test_importance_counts_only_if_asked_for() -> None:
-    for use_importance, order in ((False, ["vital", "dull"]), (True, ["dull", "vital"])):
-        policy = LearnedPolicy(use_importance=use_importance)
-        policy.add([Entry(key("vital"), key("root"), 1, 1.0, importance=9.0)])
-        policy.add([Entry(key("dull"), key("root"), 1, 1.0, importance=0.1)])
-        assert list(policy) == order
-
-
 def test_new_chunks_continue_the_path_they_follow_whatever_else_the_request_used() -> None:
     policy = LearnedPolicy()
     for path in ("ab", "moved", "xy"):

@@ -272,11 +272,7 @@ def test_spaces_do_not_see_each_other() -> None:
 
 
 def test_a_hash_is_not_trusted(monkeypatch) -> None:
-    monkeypatch.setattr(
-        anchors,
-        "hashes_in",
-        lambda space, polynomials: np.zeros_like(polynomials),
-    )
+    monkeypatch.setattr(anchors, "hashes_in", lambda space, polynomials: np.zeros_like(polynomials))
     shelf = OrderedTier()
     shelf.store(PASSAGES[0][:128])
     assert len(shelf.find(PASSAGES[0][:128])) == 1

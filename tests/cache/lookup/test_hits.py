@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from support.chunks import make_chunk
 
 
 def hit(start: int, end: int) -> Hit:

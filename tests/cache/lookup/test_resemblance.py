@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ROOT, make_chunk
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.tokens.hashing import as_token_ids, branch_key
+from support.chunks import ROOT, make_chunk
 
 WINDOW = 8
 CHUNK = 32

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers import files
 from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
 from kvboost.cache.tiers.quarantine import MOST_QUARANTINED
 from kvboost.errors import CacheFolderError
+from support.chunks import make_chunk
 
 
 def numbered(number: int) -> KVChunk:
@@ -358,7 +358,7 @@ WITHOUT_RIGHTS = """
 import os, sys
 from pathlib import Path
 from kvboost.cache.tiers.disk import DiskTier
-from chunks import make_chunk
+from support.chunks import make_chunk
 chunk = make_chunk(range(5))
 os.setgid(65534); os.setuid(65534)
 tier = DiskTier(Path(sys.argv[1]), 10**6)

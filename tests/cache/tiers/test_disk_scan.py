@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers import disk
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.quarantine import MOST_QUARANTINED
-from planting import OTHER_VERSIONS, chunk_files, plant
+from support.chunks import make_chunk
+from support.planting import OTHER_VERSIONS, chunk_files, plant
 
 SHARD = "ab"
 WHOLE = codec.encode(make_chunk(range(8)))

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.quantize import Quantizer
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
-from tiny import DEVICE
+from support.chunks import make_chunk
+from support.tiny import DEVICE
 
 
 def test_a_tier_keeps_its_budget_and_counts_bytes() -> None:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT, packing
 from kvboost.cache import codec
 from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import Origin
@@ -28,6 +27,7 @@ from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
+from support.chunks import ORIGIN, ROOT, packing
 
 CHUNK = 4
 DIM = 64
@@ -65,10 +65,7 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., ChunkStore]]:
         )
         opened.append(
             ChunkStore(
-                tiers,
-                cut=lambda ids, _: fixed(len(ids), CHUNK),
-                origin=origin,
-                window=CHUNK,
+                tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=origin, window=CHUNK
             )
         )
         return opened[-1]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers import writer as module
 from kvboost.cache.tiers.writer import Writer
+from support.chunks import make_chunk
 
 
 class FakeTier:

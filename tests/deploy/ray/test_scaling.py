@@ -12,10 +12,7 @@ from kvboost.deploy.ray.scaling import autoscaling_stats, kv_pressure
 
 
 def wanted(kv_used: list[float], waiting: list[float], now: int = 2) -> int:
-    reported = {
-        "kv_used": dict(enumerate(kv_used)),
-        "waiting": dict(enumerate(waiting)),
-    }
+    reported = {"kv_used": dict(enumerate(kv_used)), "waiting": dict(enumerate(waiting))}
     context = SimpleNamespace(
         current_num_replicas=now,
         capacity_adjusted_min_replicas=1,

@@ -28,8 +28,8 @@ from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally
 from kvboost.tokens.hashing import TokenIds
-from planting import OTHER_VERSIONS, chunk_files, plant
-from redis_server import MISSING, RedisServer
+from support.planting import OTHER_VERSIONS, chunk_files, plant
+from support.redis_server import MISSING, RedisServer
 
 ASKED = RequestOptions("repaired", 0.15)
 STATS, EVERYTHING = Command("stats"), Command("forget")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fake_vllm import make_fake_vllm
 from kvboost.cli import app
 from kvboost.integrations.vllm import environment
 from kvboost.integrations.vllm.environment import TRANSFER, examine, start_command
+from support.fake_vllm import make_fake_vllm
 
 
 @pytest.fixture

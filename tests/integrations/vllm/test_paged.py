@@ -9,11 +9,12 @@ from kvboost.integrations.vllm.paged import GatheredMass, GatheredRows, Gathered
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.segment import Rules
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
-from made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
+from support.made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
 
 ROWS, HEADS = 4 * PAGE, 6
 TABLE = torch.tensor([5, 2, 6, 3])
@@ -51,13 +52,13 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     mine, its = (AttentionMass(Bands(range(1), range(1, 2)), absent) for _ in range(2))
     hook = GatheredMass(mine, rows, 5)
     its.kv = kv
-    sinks = torch.linspace(-1, 4, HEADS)
+    rules = Rules(0.3, sinks=torch.linspace(-1, 4, HEADS))
     for layer in range(LAYERS):
-        its.on_query(layer, query[-5:], 0.3, sinks=sinks)
+        its.on_query(layer, query[-5:], rules)
     hook.on_fresh(0, query, query)
-    hook.on_query(0, query, 0.3, sinks=sinks)
+    hook.on_query(0, query, rules)
     with pytest.raises(EnoughLayers):
-        hook.on_query(1, query, 0.3, sinks=sinks)
+        hook.on_query(1, query, rules)
     assert its.mass.sum() > 1
     assert torch.allclose(mine.mass, its.mass, atol=1e-6)
 
@@ -75,7 +76,7 @@ def test_the_shift_changes_the_same_rows(form: str) -> None:
     fresh = torch.randn(2, LAYERS, len(positions), KV_HEADS, DIM)
     for layer in range(LAYERS):
         hook.on_fresh(layer, *fresh[:, layer])
-        hook.on_query(layer, fresh[0, layer], 0.3)
+        hook.on_query(layer, fresh[0, layer], Rules(0.3))
         its.on_fresh(layer, *fresh[:, layer])
     slots = pages.slots(TABLE, torch.arange(ROWS))
     after = pages.read_all(slots)

@@ -5,7 +5,7 @@ import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.pages import Pages
-from made_up_pages import (
+from support.made_up_pages import (
     BLOCKS,
     DIM,
     FORMS,
@@ -77,12 +77,7 @@ def test_finding_the_layout_writes_to_no_page(form: str) -> None:
 def test_the_slots_of_a_sequence_follow_its_pages() -> None:
     pages = make_pages()
     rows = torch.tensor([0, PAGE - 1, PAGE, 2 * PAGE + 3])
-    assert pages.slots([4, 2, 6], rows).tolist() == [
-        4 * PAGE,
-        5 * PAGE - 1,
-        2 * PAGE,
-        6 * PAGE + 3,
-    ]
+    assert pages.slots([4, 2, 6], rows).tolist() == [4 * PAGE, 5 * PAGE - 1, 2 * PAGE, 6 * PAGE + 3]
 
 
 def test_sizes() -> None:

@@ -16,18 +16,11 @@ from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.options import Options, RequestOptions
-from kvboost.integrations.vllm.planner import (
-    LEAST_ROWS,
-    Hello,
-    Load,
-    Planner,
-    prompt_ids,
-    salt_of,
-)
+from kvboost.integrations.vllm.planner import LEAST_ROWS, Hello, Load, Planner, prompt_ids, salt_of
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
-from planting import chunk_files
-from redis_server import MISSING, RedisServer
+from support.planting import chunk_files
+from support.redis_server import MISSING, RedisServer
 
 PAGE, CHUNK = 32, 32
 WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)
@@ -82,6 +75,7 @@ def plan(
     load = planner.plan("request", ids, local, salt, asked)
     if load is not None:
         check(load, local, ids)
+        assert planner.may_know(ids.tolist(), local, salt, asked)
     return load
 
 
@@ -106,6 +100,27 @@ def known_keys(planner: Planner, ids: TokenIds, salt: str = "") -> set[ChunkKey]
 
 
 # Exact text.
+
+
+@pytest.mark.parametrize("local", [0, 96, 320])
+def test_a_glance_tells_that_nothing_is_known(start: Start, local: int) -> None:
+    planner, ids = start(), text(1, 900)
+    exact = asked("exact")
+
+    def may_know(ids: TokenIds, **other: Any) -> bool:
+        given = {"salt": "", "asked": exact, **other}
+        return planner.may_know(ids.tolist(), local, **given)
+
+    assert not may_know(ids)
+    keep(planner, ids[:600])
+    assert may_know(ids) and plan(planner, ids, local, asked=exact) is not None
+    assert may_know(ids, asked=asked()) and not may_know(ids, asked=asked("off"))
+    assert not may_know(ids, salt="another")
+    assert not may_know(ids[: local + LEAST_ROWS])
+    other = join(ids[:local], text(2, 600))  # known up to where vLLM's pages end
+    assert not may_know(other) and plan(planner, other, local, asked=exact) is None
+    planner.forget()
+    assert not may_know(ids)
 
 
 def test_nothing_is_planned_before_the_workers_are_ready() -> None:

@@ -10,6 +10,8 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
+from kvboost.model.execution.segment import Rules
+
 NAME = "kvboost.integrations.vllm.sparse"
 VLLM = ("config", "forward_context", "logger", "v1", "v1.attention", "v1.attention.backend")
 
@@ -35,7 +37,7 @@ def test_attention_and_hooks_get_the_sinks_of_the_layer(
     sparse._observe(impl, 3, hook, attention)
     query, out = torch.zeros(4, 2, 8), torch.zeros(4, 16)
     impl.forward(None, query, query, query, None, None, output=out)
-    hook.on_query.assert_called_once_with(3, query, 0.5, sinks=sinks)
-    (number, given, scale, into), options = attention.call_args
-    assert (number, scale, options) == (3, 0.5, {"sinks": sinks})
+    hook.on_query.assert_called_once_with(3, query, Rules(0.5, sinks=sinks))
+    (number, given, rules, into), _ = attention.call_args
+    assert (number, rules) == (3, Rules(0.5, sinks=sinks))
     assert given is query and into.shape == query.shape

@@ -113,3 +113,13 @@ def test_merged_figures_are_sums_and_the_last_state() -> None:
         "tiers": {"ram": {"bytes": 1}},
     }
     assert json.loads(json.dumps(data)) == data  # vLLM sends it to another process
+
+
+def test_requests_that_were_put_off_are_counted() -> None:
+    tally = Tally()
+    tally.put_off("kept")
+    tally.put_off("kept")
+    tally.put_off("dropped")
+    counted = tally.take(chunks=0)
+    assert counted is not None and counted["put_off"] == {"kept": 2, "dropped": 1}
+    assert tally.take(chunks=0) is None

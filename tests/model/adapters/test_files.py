@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from adapters import QV, write_adapter
 from kvboost.errors import AdapterError, AdapterNotFoundError
 from kvboost.model.adapters.files import read_adapter
-from tiny import tiny_model
+from support.adapters import QV, write_adapter
+from support.tiny import tiny_model
 
 MODEL = tiny_model("llama")
 

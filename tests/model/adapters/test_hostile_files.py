@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapters import QV, write_adapter
 from kvboost.errors import AdapterError
 from kvboost.model.adapters import files
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.adapters.patterns import Patterns
 from kvboost.model.execution.forward import Forward
-from tiny import make_engine, tiny_model
+from support.adapters import QV, write_adapter
+from support.tiny import make_engine, tiny_model
 
 MODEL = tiny_model("llama")
 MODULE = "model.layers.0.self_attn.q_proj"

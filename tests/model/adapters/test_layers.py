@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from adapters import LINEARS, QV, merge, write_adapter
 from kvboost.errors import AdapterError
 from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
@@ -16,7 +15,8 @@ from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Segment
-from tiny import DEVICE, tiny_model
+from support.adapters import LINEARS, QV, merge, write_adapter
+from support.tiny import DEVICE, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TARGETS = {

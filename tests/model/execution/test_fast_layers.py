@@ -13,7 +13,7 @@ from kvboost.model.execution.fast_layers import (
     can_pack,
     pack_layers,
 )
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

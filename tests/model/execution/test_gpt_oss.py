@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvboost import KVBoost, StockModel
 from kvboost.model.native import is_available
 from kvboost.model.native.kernels import Kernels
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 IDS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -1,4 +1,4 @@
-"""Models whose layers keep states: each family of ``hybrids.py`` with random weights in float32.
+"""Models whose layers keep states: each family of ``support/hybrids.py``, in float32.
 
 Every test compares with stock transformers. What is reused ends where states are kept.
 """
@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters import merge, write_adapter
-from hybrids import HERE, SEEING_HYBRIDS, hybrid_model, save_seeing
 from kvboost import (
     ConfigError,
     GenerationMode,
@@ -29,7 +27,9 @@ from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.model.execution.segment import Segment
 from kvboost.model.execution.states import StateLost
 from kvboost.model.loading.load import wrap
-from tiny import byte_tokenizer, make_engine
+from support.adapters import merge, write_adapter
+from support.hybrids import HERE, SEEING_HYBRIDS, hybrid_model, save_seeing
+from support.tiny import byte_tokenizer, make_engine
 
 BASELINE, EXACT, MOVED = GenerationMode
 MECHANISMS = ("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "zaya")

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from adapters import merge, write_adapter
 from benchmarks.shapes import config_of
-from families import FAMILIES, HAS_LATENTS, family_model
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.errors import AdapterError, ConfigError
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -32,7 +30,9 @@ from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.reuse.repair import STRATEGIES
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
-from tiny import CONTEXT, make_engine, runner_of
+from support.adapters import merge, write_adapter
+from support.families import FAMILIES, HAS_LATENTS, family_model
+from support.tiny import CONTEXT, make_engine, runner_of
 
 pytestmark = pytest.mark.skipif(not HAS_LATENTS, reason="needs transformers 5.22")
 BASELINE, EXACT, MOVED = GenerationMode

@@ -56,8 +56,7 @@ def alone(kv: RequestKV, end: int) -> RequestKV:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "window, sinks",
-    [(None, None), (30, None), (1000, None), (None, torch.linspace(0, 4, HEADS))],
+    "window, sinks", [(None, None), (30, None), (1000, None), (None, torch.linspace(0, 4, HEADS))]
 )
 def test_attention_to_shared_rows_equals_attention_to_a_copy_of_them(
     window: int | None, sinks: torch.Tensor | None, dtype: torch.dtype

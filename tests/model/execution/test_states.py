@@ -16,9 +16,7 @@ from kvboost.model.execution.states import (
 
 PLACES = (StatePlace(0, CONV, 0), StatePlace(1, RECURRENT, 0))
 SHAPE = StateShape(
-    PLACES,
-    ((torch.float32, (1, 2, 3)), (torch.float32, (1, 4))),
-    (torch.device("cpu"),) * 2,
+    PLACES, ((torch.float32, (1, 2, 3)), (torch.float32, (1, 4))), (torch.device("cpu"),) * 2
 )
 
 

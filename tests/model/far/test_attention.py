@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from far_kv import copy_of, far_kv, late_attention
 from kvboost.model.execution import attention
 from kvboost.model.execution.attention import Batch, attend
 from kvboost.model.execution.kv import RequestKV
@@ -17,6 +16,7 @@ from kvboost.model.execution.segment import Segment
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
 from kvboost.model.native.kernels import Kernels
+from support.far_kv import copy_of, far_kv, late_attention
 
 LAYERS, KV_HEADS, ROWS = 2, 2, 160
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from far_kv import LateTransfers, poison
 from kvboost.cache.quantize import RowCodec
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.partial_attention import attend_part
@@ -19,7 +18,8 @@ from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.place import FarPlace, on_host
 from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
-from tiny import DEVICE, make_engine, tiny_model
+from support.far_kv import LateTransfers, poison
+from support.tiny import DEVICE, make_engine, tiny_model
 
 SHAPE = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
 ERRORS = {8: 0.02, 4: 0.4}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from far_kv import late_attention
 from kvboost import CacheFolderError, ConfigError, KVBoost, KVTooLargeError
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.host import HostAttention
@@ -20,7 +19,8 @@ from kvboost.model.far.memory import HostMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
-from tiny import DEVICE, dynamic_model, make_engine, tiny_model
+from support.far_kv import late_attention
+from support.tiny import DEVICE, dynamic_model, make_engine, tiny_model
 
 PROMPT = [(7 * number + 3) % 250 for number in range(200)]
 MOVED = [*PROMPT[64:], *range(9, 29), *PROMPT[:64]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from far_kv import LateTransfers
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.far.costs import TRIED_SHARE, FarCosts
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
 from kvboost.model.far.slots import Slots
+from support.far_kv import LateTransfers
 
 SHAPE = KVShape(3, 2, 4, torch.float32, torch.device("cpu"))
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model.execution.caches import observe
 from kvboost.model.fit.headers import _type_of_gguf, read_header
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 
 def write_folder(

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from hybrids import HERE, hybrid_model
 from kvboost.model.execution.caches import observe
 from kvboost.model.execution.states import CONV
 from kvboost.model.fit.states import layers_with_rows, state_numbers
-from tiny import tiny_config
+from support.hybrids import HERE, hybrid_model
+from support.tiny import tiny_config
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != "zaya"])

@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from families import HAS_LATENTS
 from kvboost import GenerationMode, KVBoost, StockModel, UnsupportedModelError
 from kvboost.model.execution.attention import Segment
 from kvboost.reuse.plan import LEAST_TOKENS
-from tiny import (
+from support.families import HAS_LATENTS
+from support.tiny import (
     ALL_MODELS,
     DEVICE,
     OTHER_MODELS,

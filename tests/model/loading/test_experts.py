@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from kvboost.model.loading.experts import chosen_share, idle_weights
-from tiny import make_engine, tiny_config, tiny_model
+from support.tiny import make_engine, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(

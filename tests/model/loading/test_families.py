@@ -1,4 +1,4 @@
-"""Families that are close to those of ``tiny.py``: one test each, with random weights in float32.
+"""Families that are close to those of ``support/tiny.py``: one test each, in float32.
 
 It compares with stock transformers what differs between families: logits and greedy answers, what
 follows cached rows at any split, moved passages that are recomputed, rotated keys, packed
@@ -16,9 +16,6 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from adapters import merge, write_adapter
-from families import EXPERTS, FAMILIES, HERE, WINDOW, family_model
-from hybrids import HYBRIDS, SEEING_HYBRIDS
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
 from kvboost.model.adapters.adapter import AppliedAdapter
@@ -28,8 +25,11 @@ from kvboost.model.execution.segment import Segment
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.unsupported import WHY_NOT
 from kvboost.runtime.backend import rotation_of
-from paged_engines import MEMORY, leaks, steps_of, use_pages
-from tiny import ALL_MODELS, DEVICE, OTHER_MODELS, SEEING, make_engine, tiny_model
+from support.adapters import merge, write_adapter
+from support.families import EXPERTS, FAMILIES, HERE, WINDOW, family_model
+from support.hybrids import HYBRIDS, SEEING_HYBRIDS
+from support.paged_engines import MEMORY, leaks, steps_of, use_pages
+from support.tiny import ALL_MODELS, DEVICE, OTHER_MODELS, SEEING, make_engine, tiny_model
 
 BASELINE, EXACT, MOVED = GenerationMode
 ALL_RECOMPUTED = {"recompute_strategy": "query", "recompute_ratio": 1.0}
@@ -51,8 +51,9 @@ def test_every_language_model_of_transformers_is_in_one_table() -> None:
     assert not known[0] & known[1]
     new = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known[0] - known[1]
     assert not new, (
-        f"transformers has new families: {sorted(new)}. Try them with a row in tests/families.py "
-        "and one in ARCHITECTURES (model/loading/compat.py), or say in model/loading/unsupported.py why not"
+        f"transformers has new families: {sorted(new)}. Try them with a row in "
+        "tests/support/families.py and one in ARCHITECTURES (model/loading/compat.py), or say in "
+        "model/loading/unsupported.py why not"
     )
     tested = {name.split("-")[0] for name in [*ALL_MODELS, *SEEING]} | set(FAMILIES)
     tested |= {*HYBRIDS, *SEEING_HYBRIDS}

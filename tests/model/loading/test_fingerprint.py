@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvboost.model.loading.fingerprint import fingerprint
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 
 def test_an_adapter_beside_the_weights_changes_the_fingerprint() -> None:

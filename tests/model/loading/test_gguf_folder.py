@@ -10,8 +10,8 @@ from kvboost import CacheFolderError
 from kvboost.model.loading import gguf_folder, load
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.gguf_folder import described_folder
-from tiny import tiny_model
-from tiny_gguf import write_gguf
+from support.tiny import tiny_model
+from support.tiny_gguf import write_gguf
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from families import family_model
 from kvboost.model.loading.fingerprint import fingerprint
 from kvboost.model.loading.key_scales import fold, unfold
-from tiny import make_engine
+from support.families import family_model
+from support.tiny import make_engine
 
 
 def test_a_folded_model_gives_the_same_logits_and_can_be_given_its_scales_back() -> None:

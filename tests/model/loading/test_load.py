@@ -25,7 +25,7 @@ from kvboost import (
 from kvboost.checks.doctor import examine
 from kvboost.model.loading import load as loading
 from kvboost.model.loading.device import pick_device, pick_dtype, slow_dtype
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(scope="module")

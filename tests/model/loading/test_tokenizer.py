@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from chat_templates import BEGUN, LLAMA, QWEN, SMOLLM, tokenizer_with
 from kvboost.chat.parser import TextParser, collect
 from kvboost.chat.styles import BARE, TAGGED
 from kvboost.chat.tool_use import ToolUse
@@ -16,7 +15,8 @@ from kvboost.errors import ConfigError, PromptError, StructuredOutputError
 from kvboost.model.loading.answer_parser import TemplateParser
 from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.results import ParsedAnswer, ToolCall
-from tiny import EOS, byte_tokenizer
+from support.chat_templates import BEGUN, LLAMA, QWEN, SMOLLM, tokenizer_with
+from support.tiny import EOS, byte_tokenizer
 
 WEATHER = {
     "type": "function",

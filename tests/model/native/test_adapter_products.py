@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel_forms import each_dtype
 from kvboost.model import native
 from kvboost.model.adapters.adapter import Adapter, Delta
 from kvboost.model.native.adapters import LINEARS, Changes, ChangeTables, halved
 from kvboost.model.native.kernels import Kernels
+from support.kernel_forms import each_dtype
 
 DEPTHS = (32, 96, 160)
 """Of the rows. All linear layers read the same rows here."""

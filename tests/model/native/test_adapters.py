@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters import LINEARS, write_adapter
-from kernel_forms import CPU, close, each_dtype
 from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.adapters.layers import AdaptedRows
@@ -21,6 +19,8 @@ from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.native.adapters import halved
 from kvboost.model.native.decoder import restore_forward
+from support.adapters import LINEARS, write_adapter
+from support.kernel_forms import CPU, close, each_dtype
 
 SIZES = {
     "vocab_size": 128,

@@ -116,7 +116,7 @@ def test_quantized_products_equal_naive_loops_on_older_processors(
 def test_a_model_answers_without_them() -> None:
     """In a process of its own, because a loaded library stays loaded."""
     code = (
-        "from tiny import make_engine, tiny_model\n"
+        "from support.tiny import make_engine, tiny_model\n"
         "model = tiny_model('llama', hidden_size=128, head_dim=32)\n"
         "with make_engine(model) as engine:\n"
         "    answer = engine.generate(list(range(5, 60)), 4, ignore_eos=True)\n"

@@ -14,13 +14,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kernel_forms import CPU, close, each_dtype
 from kvboost.model.execution.fast_layers import can_pack, pack_layers
 from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv import RequestKV
-from kvboost.model.execution.segment import Hook, Segment
+from kvboost.model.execution.segment import Hook, Rules, Segment
 from kvboost.model.native import decoder
 from kvboost.model.native.decoder import MOST_NARROW_ROWS, MOST_ROWS, restore_forward
+from support.kernel_forms import CPU, close, each_dtype
 
 SIZES = {
     "vocab_size": 128,
@@ -68,10 +68,8 @@ class Notes(Hook):
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.seen += [keys.clone(), values.clone()]
 
-    def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, *more: int | torch.Tensor | None
-    ) -> None:
-        self.seen += [query.clone(), torch.tensor(scale)]
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        self.seen += [query.clone(), torch.tensor(rules.scale)]
 
 
 def run(forward: Forward, hook: Notes | None, until: int | None = None) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Segment
 from kvboost.model.native import head
 from kvboost.model.native.head import MOST_ROWS, Head, install_head, multiply_plain
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
     not native.is_available(torch.float32), reason=f"{native.why_not(torch.float32)}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_forms import CPU, close, each_dtype
 from kvboost.model.execution import attention
 from kvboost.model.execution.attention import Batch, attend
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import Segment
 from kvboost.model.native.kernels import Kernels
+from support.kernel_forms import CPU, close, each_dtype
 
 LAYERS, KV_HEADS = 2, 2
 
@@ -36,10 +36,7 @@ def segment(kv: RequestKV, positions: range | list[int], absent: range | None = 
 
 
 def run(
-    segments: list[Segment],
-    kernels: Kernels | None,
-    groups: int,
-    sinks: torch.Tensor | None = None,
+    segments: list[Segment], kernels: Kernels | None, groups: int, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Writes fresh rows in layer 1; returns its attention."""
     torch.manual_seed(1)

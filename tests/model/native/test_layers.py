@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, silu
 
-from kernel_forms import close, each_dtype
 from kvboost.model.native.layers import Product, can_halve, can_multiply, can_norm, rms_norm
+from support.kernel_forms import close, each_dtype
 
 FLOAT32 = torch.float32
 

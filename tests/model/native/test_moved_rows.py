@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_forms import CPU, close, each_dtype
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.execution.segment import rows_first
+from kvboost.model.execution.segment import Rules, rows_first
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows, move_keys
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
+from support.kernel_forms import CPU, close, each_dtype
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.T
     mass = AttentionMass(Bands(range(1), range(1, 3)), absent)
     mass.kv = kv
     for layer in range(3):
-        mass.on_query(layer, rows_first(query), 0.2, sinks=sinks if layer == 2 else None)
+        mass.on_query(layer, rows_first(query), Rules(0.2, sinks=sinks if layer == 2 else None))
     return mass.mass
 
 
@@ -33,12 +33,7 @@ def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.T
 @pytest.mark.parametrize(("start", "rows"), [(1, 1), (5, 3), (64, 64), (515, 37), (1000, 130)])
 @pytest.mark.parametrize(("dim", "heads"), [(64, 9), (128, 3), (32, 24)])
 def test_the_mass_equals_torchs(
-    dtype: torch.dtype,
-    start: int,
-    rows: int,
-    dim: int,
-    heads: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, start: int, rows: int, dim: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(start)
     kv = RequestKV(KVShape(3, 3, dim, dtype, CPU), start + rows)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kernel_forms import each_dtype
 from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Segment
@@ -22,6 +21,7 @@ from kvboost.model.native.decoder import (
 )
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.weight import QuantizedWeight
+from support.kernel_forms import each_dtype
 
 ROWS = MOST_NARROW_ROWS + 8
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters import QV, merge, write_adapter
-from paged_engines import SMALL, forward_of, leaks, paged_engine, steps_of
-from tiny import make_engine, tiny_model
+from support.adapters import QV, merge, write_adapter
+from support.paged_engines import SMALL, forward_of, leaks, paged_engine, steps_of
+from support.tiny import make_engine, tiny_model
 
 PROMPT = "Ships"
 TOKENS = 3

@@ -11,8 +11,8 @@ from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from paged_engines import TWO_LAYERS, paged_engine
-from tiny import DEVICE
+from support.paged_engines import TWO_LAYERS, paged_engine
+from support.tiny import DEVICE
 
 NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "gpt_oss", "cohere", "gpt2"]
 """Grouped heads, soft caps, windows, layers of two kinds, sinks, pairs of neighbours, no
@@ -35,7 +35,7 @@ class Recorder(Hook):
         if layer == self.layer:
             self.seen += [keys.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 20))]
 
-    def on_query(self, layer, query, scale, window=None, sinks=None) -> None:
+    def on_query(self, layer, query, rules) -> None:
         if layer == self.layer:
             self.seen += [query.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 60))]
 
@@ -62,10 +62,7 @@ def run_all(engine: KVBoost, paged: bool) -> list[torch.Tensor]:
     ids = [random_ids(70, seed) for seed in range(3)]
     found = [
         forward(
-            [
-                Segment(first, ids[0][:60], range(60), 3),
-                Segment(second, ids[1][:33], range(33), 1),
-            ]
+            [Segment(first, ids[0][:60], range(60), 3), Segment(second, ids[1][:33], range(33), 1)]
         )
     ]
     forward([Segment(third, ids[2], range(70), 0)])

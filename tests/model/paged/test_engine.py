@@ -15,9 +15,9 @@ from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
 from kvboost.reuse.paged.forwards import SegmentForwards
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
-from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
-from replay_again import ReplayAgain
-from tiny import DEVICE, make_engine, tiny_model
+from support.paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE, make_engine, tiny_model
 
 TEXT = "A request has pages of one slab, and a table says which. "
 PASSAGES = [
@@ -135,12 +135,7 @@ def test_costs_are_learned_from_requests_that_record_nothing(
 
 def test_requests_with_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, sampled, with log probabilities and stopped early, in one batch as alone."""
-    each: list[Any] = [
-        {},
-        {"temperature": 5.0, "seed": 3},
-        {"logprobs": 2},
-        {"max_new_tokens": 1},
-    ]
+    each: list[Any] = [{}, {"temperature": 5.0, "seed": 3}, {"logprobs": 2}, {"max_new_tokens": 1}]
     prompts = [TEXT[:20], TEXT[:20], TEXT[:25], TEXT[:9]]
     with paged_engine(monkeypatch) as engine:
         together = engine.generate_batch(prompts, 3, "baseline", each=each, ignore_eos=True)

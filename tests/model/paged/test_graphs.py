@@ -11,8 +11,8 @@ import torch
 from kvboost import KVBoost, StockModel
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.paged.graphs import Function, GraphCapture
-from paged_engines import leaks, steps_of
-from tiny import ALL_MODELS, DEVICE, OTHER_MODELS, dynamic_model, make_engine, tiny_model
+from support.paged_engines import leaks, steps_of
+from support.tiny import ALL_MODELS, DEVICE, OTHER_MODELS, dynamic_model, make_engine, tiny_model
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paged_engines import leaks, use_pages
-from vision_models import about, picture, vision_engine
+from support.paged_engines import leaks, use_pages
+from support.vision_models import about, picture, vision_engine
 
 IMAGE = picture(1, 50, 30)
 PROMPTS: list[Any] = [

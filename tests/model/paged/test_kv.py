@@ -9,7 +9,7 @@ from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SHAPE = KVShape(3, 2, 8, torch.float32, torch.device(DEVICE))
 ROWS = 3 * PAGE - 5

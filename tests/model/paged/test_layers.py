@@ -13,9 +13,9 @@ from kvboost.model.paged import layers
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.slab import Slab
-from paged_engines import SMALL, TWO_LAYERS
-from tiny import DEVICE, make_engine, tiny_model
-from torch_kernels import use_torch_kernels
+from support.paged_engines import SMALL, TWO_LAYERS
+from support.tiny import DEVICE, make_engine, tiny_model
+from support.torch_kernels import use_torch_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         use_torch_kernels(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt_oss"])
 def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     model = tiny_model(name, **TWO_LAYERS)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
@@ -42,6 +42,17 @@ def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     assert attention.k_proj.weight.untyped_storage().data_ptr() != whole
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key])
+
+
+def test_layers_with_experts_are_compared_before_rounding_chooses_the_experts() -> None:
+    model = tiny_model("gpt_oss", **TWO_LAYERS).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.router.weight.data.zero_()  # all are equal
+        layer.mlp.router.bias.data.zero_()
+    forward = make_engine(model)._model.forward
+    slab = Slab(forward.shape, num_pages=4, num_requests=1)
+    ours = PagedForward(forward, slab, NoCapture()).layers
+    assert ours is not None and len(ours) == 2 and ours.note is None
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])

@@ -19,8 +19,8 @@ from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import FLASH, LongKernel, Part, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
-from paged_engines import TWO_LAYERS, forward_of, paged_engine
-from tiny import DEVICE
+from support.paged_engines import TWO_LAYERS, forward_of, paged_engine
+from support.tiny import DEVICE
 
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
 

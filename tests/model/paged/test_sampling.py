@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from kvboost.config import SamplingParams
 from kvboost.model.execution.sampling import Sampler
 from kvboost.model.paged.sampling import DeviceSampling, Kind, RowSampler, uniform
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 VOCAB = 400
 PROMPT = [3, 7, 7, 11]

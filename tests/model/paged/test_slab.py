@@ -11,7 +11,7 @@ from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, SCRATCH, Holding, KeptPages, Slab, pages_for
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SHAPE = KVShape(2, 2, 4, torch.float32, torch.device(DEVICE))
 

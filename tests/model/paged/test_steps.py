@@ -15,8 +15,8 @@ from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.paged.slab import SCRATCH, Slab
 from kvboost.model.paged.steps import Steps, bucket_of
-from paged_engines import paged_engine
-from replay_again import ReplayAgain
+from support.paged_engines import paged_engine
+from support.replay_again import ReplayAgain
 
 GREEDY = SamplingParams()
 

@@ -18,7 +18,7 @@ from kvboost.model.quantized.blocks import (
     readable_formats,
     weight_from_blocks,
 )
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 numbers of a block are; in other formats at its beginning only."""

@@ -9,16 +9,16 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import tiny_gguf
-from homes import use_home
 from kvboost import ModelError
 from kvboost.model.loading import load as loading
 from kvboost.model.loading.gguf import check_gguf
 from kvboost.model.loading.load import load, read
 from kvboost.model.quantized import gguf_weights
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES, can_place
-from tiny import DEVICE, tiny_model
-from tiny_gguf import write_gguf
+from support import tiny_gguf
+from support.homes import use_home
+from support.tiny import DEVICE, tiny_model
+from support.tiny_gguf import write_gguf
 
 MODELS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 CHANGES = {"qwen3": {"head_dim": 128}}

@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType, dequantize
 from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from adapters import write_adapter
 from kvboost import ConfigError, KVBoost, ModelError
 from kvboost.model import native, triton
 from kvboost.model.loading.gguf import check_gguf
@@ -28,8 +27,9 @@ from kvboost.model.quantized.layers import (
     weights_of,
 )
 from kvboost.model.quantized.products import NativeProduct, describe_path, is_fast
-from tiny import DEVICE, tiny_model
-from tiny_gguf import install_tiny, write_gguf
+from support.adapters import write_adapter
+from support.tiny import DEVICE, tiny_model
+from support.tiny_gguf import install_tiny, write_gguf
 
 CPU = torch.device("cpu")
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -210,7 +210,7 @@ def test_a_file_that_cannot_stay_packed_says_which_tensor_and_what_to_do(tmp_pat
 @pytest.mark.skipif(DEVICE != "cpu", reason="its kernels run without a GPU")
 def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
     """Layers whose weights are codes are not fused: their own products run."""
-    from paged_engines import steps_of, use_pages
+    from support.paged_engines import steps_of, use_pages
 
     monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     install_tiny(tiny_model("llama").cpu(), home)

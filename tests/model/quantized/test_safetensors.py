@@ -17,7 +17,7 @@ from kvboost.model.loading.load import load
 from kvboost.model.quantized import products
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.safetensors import SafetensorsCheckpoint
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column in each half byte of an integer, from the lowest."""

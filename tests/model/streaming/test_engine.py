@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from adapters import write_adapter
 from kvboost import KVBoost
 from kvboost.results import GenerationResult
-from paged_engines import forward_of, leaks, paged_engine, steps_of
-from streamed import LAYERS, streamed_engine
-from tiny import DEVICE, make_engine, tiny_model
+from support.adapters import write_adapter
+from support.paged_engines import forward_of, leaks, paged_engine, steps_of
+from support.streamed import LAYERS, streamed_engine
+from support.tiny import DEVICE, make_engine, tiny_model
 
 FIRST, SECOND = "a passage of some length, " * 3, "and another text, as long as it; " * 2
 PROMPTS = [FIRST + SECOND, FIRST + SECOND + "go on", SECOND + FIRST + "why?"]

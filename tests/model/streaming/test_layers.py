@@ -18,8 +18,8 @@ from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout
 from kvboost.model.streaming.slots import HostSlots
-from streamed import LAYERS, stream, streamed_of
-from tiny import DEVICE, tiny_model
+from support.streamed import LAYERS, stream, streamed_of
+from support.tiny import DEVICE, tiny_model
 
 IDS = torch.arange(7, 19)[None]
 

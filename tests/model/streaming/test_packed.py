@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import tiny
 from kvboost.errors import ModelError
 from kvboost.model import triton
 from kvboost.model.loading.load import read
@@ -21,9 +20,10 @@ from kvboost.model.streaming.embedding import HostEmbedding
 from kvboost.model.streaming.parking import Parking
 from kvboost.model.streaming.place import decoder_layers, place
 from kvboost.model.streaming.plan import DeviceBudget
-from late_slots import LateSlots
-from tiny import tiny_model
-from tiny_gguf import install_tiny
+from support import tiny
+from support.late_slots import LateSlots
+from support.tiny import tiny_model
+from support.tiny_gguf import install_tiny
 
 DEVICE = torch.device("cpu", 0)
 """Another name than the host's."""

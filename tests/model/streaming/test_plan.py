@@ -23,8 +23,8 @@ from kvboost.model.streaming.plan import (
     make_plan,
     spread,
 )
-from late_slots import LateSlots
-from tiny import DEVICE, byte_tokenizer, make_engine, tiny_model
+from support.late_slots import LateSlots
+from support.tiny import DEVICE, byte_tokenizer, make_engine, tiny_model
 
 GIB = 1 << 30
 NUM_PARAMETERS = 756_864

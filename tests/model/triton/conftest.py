@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model import triton
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 if not triton.is_available():
     collect_ignore_glob = ["test_*.py"]

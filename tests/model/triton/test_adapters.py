@@ -8,11 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
-import torch_kernels
 from kvboost.model.triton import adapters, fused
 from kvboost.model.triton.adapters import Addition
-from paged_kv import LAYOUTS, make_pages, random
-from tiny import DEVICE
+from support import torch_kernels
+from support.paged_kv import LAYOUTS, make_pages, random
+from support.tiny import DEVICE
 
 ROWS, WIDTH, RANKS, DIM = 3, 40, 2, 24
 LAYOUT = next(iter(LAYOUTS))

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-import torch_kernels
 from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton import rows
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import Ints, Tile, TiledRows, pick_parts
-from paged_kv import (
+from support import torch_kernels
+from support.paged_kv import (
     attention,
     each_dtype,
     make_pages,
@@ -26,7 +26,7 @@ from paged_kv import (
     scattered,
     tile_for,
 )
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SCALE = 0.2
 
@@ -88,8 +88,8 @@ def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: Mo
     sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
     for parts in (1, 2):
         rows = TiledRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
-        given = attend(query, pages, rows, SCALE, soft_cap=3.0)
-        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
+        given = attend(query, pages, rows, SCALE, softcap=3.0)
+        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, softcap=3.0)[0]
         assert close(given, expected)
     assert len(copied) == 2
     attend(query, pages.nan_to_num(), rows, SCALE, window=20)
@@ -124,8 +124,8 @@ def test_whole_pages(dtype: torch.dtype, end: int, requests: int, monkeypatch: M
     for parts in (1, 2):
         rows = TiledRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
         assert (rows.num_keys is None) == (requests > 1)
-        given = attend(query, pages, rows, SCALE, soft_cap=3.0)
-        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
+        given = attend(query, pages, rows, SCALE, softcap=3.0)
+        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, softcap=3.0)[0]
         assert close(given, expected)
     assert len(used) == 2
     attend(query, pages.nan_to_num(), rows, SCALE, window=20)
@@ -181,7 +181,7 @@ def test_windows_caps_and_absent_rows(parts: int) -> None:
         tile=tile_for(torch.float32),
         parts=parts,
     )
-    for options in ({"window": 20}, {"window": 70, "soft_cap": 2.0}):
+    for options in ({"window": 20}, {"window": 70, "softcap": 2.0}):
         given = attend(query, pages, rows, SCALE, **options)  # type: ignore[arg-type]
         assert close(given, attention(query, pages, positions, tables, SCALE, **options)[0])  # type: ignore[arg-type]
     absent = torch.rand(2, 160).to(DEVICE) < 0.3
@@ -193,9 +193,7 @@ def test_windows_caps_and_absent_rows(parts: int) -> None:
     assert close(given, attention(query, pages.nan_to_num(), positions, tables, SCALE, absent)[0])
 
 
-def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(monkeypatch: MonkeyPatch) -> None:
     """Hidden keys weigh exactly zero. If only a subtraction of scores made them so, a compiler that
     fuses it with the product before would leave the rounding error of a huge number."""
     parts = []
@@ -216,7 +214,7 @@ def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
         tile=tile_for(torch.float32),
         parts=2,
     )
-    for options in ({}, {"window": 100}, {"soft_cap": 1.0}):
+    for options in ({}, {"window": 100}, {"softcap": 1.0}):
         parts.clear()
         attend(random(2, 2, 32), pages, rows, SCALE, **options)  # type: ignore[arg-type]
         written, lse = parts

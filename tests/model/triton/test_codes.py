@@ -7,7 +7,7 @@ import torch
 
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.triton.codes import expand_codes, multiply_codes
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 
 def weight(bits: int, group: int, offsets: bool, n: int = 40, k: int = 160) -> QuantizedWeight:

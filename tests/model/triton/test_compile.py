@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvboost.model.triton as room
 
-SCRIPT = Path(__file__).parents[2] / "compile_kernels.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "compile_kernels.py"
 
 
 def test_all_kernels_compile_for_a_gpu(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost.model.triton.dense import gather, gather_counted, merge
-from paged_kv import LAYOUTS, dense, each_dtype, make_pages, random
+from support.paged_kv import LAYOUTS, dense, each_dtype, make_pages, random
 
 
 @each_dtype

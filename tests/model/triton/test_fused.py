@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-import torch_kernels
 from kvboost.model.triton import fused
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
-from paged_kv import each_dtype, make_pages, random
-from tiny import DEVICE
+from support import torch_kernels
+from support.paged_kv import each_dtype, make_pages, random
+from support.tiny import DEVICE
 
 
 def norm_of(width: int, dtype: torch.dtype) -> Qwen3RMSNorm:
@@ -73,10 +73,9 @@ def test_rotating_and_writing(
         query, keys = of_query(query), of_keys(keys)
         weights = of_query.weight.detach(), of_keys.weight.detach()
     query, keys = apply_rotary_pos_emb(query, keys, cos[None], sin[None])
-    given, *fresh = rotate_and_write(qkv, (cos, sin), pages, slots, weights, 1e-5)
-    written_out = torch_kernels.rotate_and_write(
-        same_qkv, (cos, sin), same_pages, slots, weights, 1e-5
-    )
+    once = (cos[:, : dim // 2], sin[:, : dim // 2]) if norms else (cos, sin)
+    given, *fresh = rotate_and_write(qkv, once, pages, slots, weights, 1e-5)
+    written_out = torch_kernels.rotate_and_write(same_qkv, once, same_pages, slots, weights, 1e-5)
     assert all(map(close, written_out, (given, *fresh))) and close(same_pages, pages)
     assert close(given, query[0].transpose(0, 1))
     assert close(fresh[0], keys[0].transpose(0, 1))

@@ -7,7 +7,7 @@ import torch
 
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.rows import TiledRows
-from paged_kv import (
+from support.paged_kv import (
     attention_weights,
     dense,
     each_dtype,
@@ -17,7 +17,7 @@ from paged_kv import (
     scattered,
     tile_for,
 )
-from tiny import DEVICE
+from support.tiny import DEVICE
 
 SCALE = 0.2
 
@@ -28,7 +28,7 @@ SCALE = 0.2
     [
         (131, 16, 6, {"sinks": torch.linspace(-1, 4, 6).to(DEVICE)}),
         (5, 1, 2, {}),
-        (64, 40, 4, {"window": 50, "soft_cap": 3.0}),
+        (64, 40, 4, {"window": 50, "softcap": 3.0}),
     ],
 )
 def test_the_mass_is_the_sum_of_weights(

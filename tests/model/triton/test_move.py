@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
+from kvboost.model.triton.move import MovePlan, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.reuse.rope import Rotation
-from paged_kv import dense, each_dtype, make_pages, make_tables, random
-from tiny import DEVICE
+from support.paged_kv import dense, each_dtype, make_pages, make_tables, random
+from support.tiny import DEVICE
 
 LAYERS, KV_HEADS, PAGE = 3, 2, 16
 
@@ -51,7 +51,7 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
     ]
     rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
     distances = [13, 100, -59]
-    (rows,) = MovedRows.of([spans], turns_of(rotation, distances), table, layers)
+    (rows,) = MovePlan.of([spans], turns_of(rotation, distances), table, layers)
     move(rows, layers, interleaved=interleaved)
     touched = []
     for span in spans:
@@ -85,14 +85,14 @@ def test_a_span_goes_over_pages_of_its_source() -> None:
     span = StoredSpan(
         Source(pages[:, 0], page_step=KV_HEADS * 64), start, count, position, 0, numbers
     )
-    move(*MovedRows.of([[span]], turn, table, layers), layers)
+    move(*MovePlan.of([[span]], turn, table, layers), layers)
     stored = torch.cat([pages[:, number] for number in numbers], 3)[:, :, :, start : start + count]
     positions = torch.arange(position, position + count, device=DEVICE)
     for layer, target in enumerate(layers.pages):
         assert torch.equal(dense(target, table)[:, :, positions], stored[:, layer])
     beyond = span._replace(start=3 * 64 - count + 1)
     with pytest.raises(ValueError, match="its source has 192 rows"):
-        MovedRows.of([[beyond]], turn, table, layers)
+        MovePlan.of([[beyond]], turn, table, layers)
 
 
 def test_layers_that_rotate_alike_share_one_table() -> None:
@@ -101,9 +101,9 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
     rotation = Rotation(torch.rand(1, 16).expand(LAYERS, 16))
     spans = [StoredSpan(Source(source(33, 32, torch.float32)), 0, 33, 5)]
     assert rotation.turns([5]).shape == (2, 1, 1, 16)
-    move(*MovedRows.of([spans], rotation.turns([5]), table, layers), layers)
+    move(*MovePlan.of([spans], rotation.turns([5]), table, layers), layers)
     given = [pages.clone() for pages in layers.pages]
-    move(*MovedRows.of([spans], turns_of(rotation, [5]), table, layers), layers)
+    move(*MovePlan.of([spans], turns_of(rotation, [5]), table, layers), layers)
     assert all(torch.equal(*both) for both in zip(given, layers.pages, strict=True))
     expected = torch.empty_like(spans[0].source.tensor[0])
     rotation.move(spans[0].source.tensor[0], 5, expected)
@@ -124,14 +124,14 @@ def test_what_does_not_fit_is_refused() -> None:
         (StoredSpan(Source(data.bfloat16()), 0, 4, 0), "span 0 is torch.bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
-            MovedRows.of([[span]], turn, table, layers)
+            MovePlan.of([[span]], turn, table, layers)
     with pytest.raises(ValueError, match="no spans to move"):
-        MovedRows.of([], turn, table, layers)
+        MovePlan.of([], turn, table, layers)
     with pytest.raises(ValueError, match="span 1 moves 0 rows"):
         each = [StoredSpan(Source(data), 0, 4, 0), StoredSpan(Source(data), 0, 0, 0)]
-        MovedRows.of([each], turn, table, layers)
+        MovePlan.of([each], turn, table, layers)
     with pytest.raises(ValueError, match=r"turns have shape \(2, 1, 1, 16\).* and 2 rotations"):
-        MovedRows.of([[StoredSpan(Source(data), 0, 4, 0, 1)]], turn, table, layers)
+        MovePlan.of([[StoredSpan(Source(data), 0, 4, 0, 1)]], turn, table, layers)
     with pytest.raises(ValueError, match="all layers must be alike"):
         PagedLayers([layers.first, layers.first[:, :, :8]])
 
@@ -144,7 +144,7 @@ def test_rows_that_stay_in_place_keep_their_bits(dtype: torch.dtype) -> None:
     stored = source(40, 32, dtype)
     stored[:, :, :, ::3] *= 0.0
     turns = turns_of(Rotation(torch.rand(LAYERS, 16)), [0])
-    move(*MovedRows.of([[StoredSpan(Source(stored), 0, 40, 7)]], turns, table, layers), layers)
+    move(*MovePlan.of([[StoredSpan(Source(stored), 0, 40, 7)]], turns, table, layers), layers)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for number, pages in enumerate(layers.pages):
         found = dense(pages, table)[:, :, 7:47]

@@ -12,8 +12,8 @@ from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Shift, Spans
-from paged_kv import dense, make_pages, make_tables, random, scattered
-from tiny import DEVICE
+from support.paged_kv import dense, make_pages, make_tables, random, scattered
+from support.tiny import DEVICE
 
 KV_HEADS, PAGE, PROMPT = 2, 16, 150
 SPANS = Spans.of([range(7, 60), range(60, 63), range(80, 140)], PROMPT)

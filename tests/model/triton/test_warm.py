@@ -11,8 +11,8 @@ from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import TiledRows
 from kvboost.model.triton.warm import warm_up
-from paged_kv import make_pages, make_tables, random, scattered
-from tiny import DEVICE
+from support.paged_kv import make_pages, make_tables, random, scattered
+from support.tiny import DEVICE
 
 KERNELS: list[Any] = [
     attention._attend_kernel,
@@ -51,13 +51,7 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
     for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
         plan = TiledRows.of(
-            positions,
-            tables,
-            page=16,
-            heads=6,
-            kv_heads=2,
-            dtype=torch.bfloat16,
-            parts=parts,
+            positions, tables, page=16, heads=6, kv_heads=2, dtype=torch.bfloat16, parts=parts
         )
         query = random(rows + 1, 6, 64, dtype=torch.bfloat16)
         attention.attend(query, layers.first, plan, 0.125)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvboost.model.triton.write import write
-from paged_kv import each_dtype, make_pages, random
-from tiny import DEVICE
+from support.paged_kv import each_dtype, make_pages, random
+from support.tiny import DEVICE
 
 
 @each_dtype

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvboost import ImageError, KVBoost
-from vision_models import about, image_processor, make_vision_model, picture, vision_tokenizer
+from support.vision_models import (
+    about,
+    image_processor,
+    make_vision_model,
+    picture,
+    vision_tokenizer,
+)
 
 QUESTION = about(picture(1, 50, 30), "What is this?")
 

@@ -8,12 +8,12 @@ import io
 import pytest
 from PIL import Image
 
-from hostile_images import FILES, PNG, gif_of_frames
 from kvboost import ImageError
 from kvboost.config import ImageLimits
 from kvboost.model.vision.opening import file_of, from_data_url, open_image
-from vision_models import file_of as saved
-from vision_models import picture
+from support.hostile_images import FILES, PNG, gif_of_frames
+from support.vision_models import file_of as saved
+from support.vision_models import picture
 
 LIMITS = ImageLimits()
 

@@ -12,7 +12,13 @@ from kvboost import ModelError
 from kvboost.config import ImageLimits
 from kvboost.model.vision import reader as module
 from kvboost.model.vision.reader import ImageReader, make_reader
-from vision_models import file_of, image_processor, make_vision_model, picture, vision_tokenizer
+from support.vision_models import (
+    file_of,
+    image_processor,
+    make_vision_model,
+    picture,
+    vision_tokenizer,
+)
 
 LIMITS = ImageLimits()
 

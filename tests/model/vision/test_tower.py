@@ -13,7 +13,7 @@ from kvboost import ImageError, KVBoost
 from kvboost.config import ImageLimits
 from kvboost.model.vision import tower as module
 from kvboost.model.vision.tower import VisionTower
-from vision_models import file_of, picture, vision_engine
+from support.vision_models import file_of, picture, vision_engine
 
 WIDE = file_of(picture(1, 50, 30))
 

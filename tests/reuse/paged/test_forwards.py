@@ -18,15 +18,15 @@ from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
-from paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
-from replay_again import ReplayAgain
-from tiny import DEVICE
+from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
+from support.replay_again import ReplayAgain
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from kvboost.reuse.paged.forwards import SegmentForwards
-from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS, SCORED
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS, SCORED
 from kvboost.reuse.paged.request import PagedRequest
 
 MOST_APART = 4
@@ -146,24 +146,6 @@ def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.M
     torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-5)
     assert float(seen[0].sum()) > 1 and not seen[0][..., 45:].any()
     assert two.capture.names == [PROBES] and two.forwards.num_runs == 1
-
-
-def test_a_probe_through_all_layers_also_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Two(paged_engine(monkeypatch, "qwen2", sizes=TWO_LAYERS), monkeypatch)
-    paged, tail = two.backend.rows_of(two.paged), torch.arange(50, PROMPT)
-    absent = torch.zeros(PROMPT, dtype=torch.bool)
-    absent[45:50] = True
-    seen, answers = [], []
-    for kv, device in ((two.paged, "cpu"), (two.plain, DEVICE)):
-        mass = AttentionMass(probed_layers(2), absent[:50].to(device), ends=False)
-        hook = paged.probe(mass, tail) if kv is two.paged else mass
-        options = {"hook": hook, "absent": absent.to(device)}
-        answers.append(two.logits(kv, tail.to(device), num_logits=1, **options))
-        mass.wait()
-        seen.append(mass.mass.cpu())
-    torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(*answers, **CLOSE)
-    assert two.capture.names == [ANSWERED] and two.forwards.num_runs == 1
 
 
 def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from kvboost.model import triton
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.model.triton.pages import slots_of
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Spans
-from paged_kv import make_pages, make_tables, random, scattered
-from tiny import DEVICE
-from torch_kernels import use_torch_kernels
+from support.paged_kv import make_pages, make_tables, random, scattered
+from support.tiny import DEVICE
+from support.torch_kernels import use_torch_kernels
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -87,11 +87,11 @@ class Model:
             query = self._queries[layer, ids.long()] + seen
             try:
                 if hook is not None:
-                    hook.on_query(layer, query, DIM**-0.5)
+                    hook.on_query(layer, query, Rules(DIM**-0.5))
             except EnoughLayers:
                 return
             out = torch.full_like(query, float("nan"))
-            attention(layer, query, DIM**-0.5, out)
+            attention(layer, query, Rules(DIM**-0.5), out)
             seen = out
 
     def _write(self, layer: int, slot: Any, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, Quantizer
 from kvboost.model import triton
@@ -16,7 +15,8 @@ from kvboost.model.paged.slab import Slab
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.rope import Rotation
-from tiny import DEVICE
+from support.chunks import make_chunk
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)

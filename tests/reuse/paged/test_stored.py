@@ -17,16 +17,16 @@ from kvboost.model import triton
 from kvboost.model.execution.kv import Prefix
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, Slab
-from paged_engines import SMALL, leaks, paged_engine
-from test_reuse import BASELINE, EXACT, SLOPPY
-from tiny import DEVICE
+from support.paged_engines import SMALL, leaks, paged_engine
+from support.prompts import BASELINE, EXACT, SLOPPY
+from support.tiny import DEVICE
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from kvboost.cache.quantize import PLAIN, plain
 from kvboost.reuse.paged.stored import PagedData, PageStore
-from torch_kernels import use_torch_kernels
+from support.torch_kernels import use_torch_kernels
 
 MEMORY = 200_000
 """For some pages of the small model."""

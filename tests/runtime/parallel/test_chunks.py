@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from chunks import make_chunk
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.quantize import KVData, join_heads, plain
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.runtime.parallel.chunks import RankShards, ShardedData, shard
 from kvboost.runtime.parallel.messages import Copy, Give, Has, Message, Take
 from kvboost.runtime.parallel.ranks import Handle, Ranks
+from support.chunks import make_chunk
 
 
 class OtherRanks(Ranks):

@@ -15,8 +15,8 @@ from kvboost.errors import ConfigError, RankLostError, UnsupportedModelError
 from kvboost.runtime.parallel import runtime
 from kvboost.runtime.parallel.ranks import Ranks
 from kvboost.runtime.parallel.runtime import ParallelRuntime
-from split_models import save_model
-from tiny import DEVICE
+from support.split_models import save_model
+from support.tiny import DEVICE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 

@@ -17,10 +17,9 @@ from kvboost.model.execution.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
-from kvboost.runtime.parallel.processes import open_ranks
-from kvboost.runtime.parallel.ranks import Ranks
-from split_models import save_model, split_engine, whole_engine
-from tiny import DEVICE
+from kvboost.runtime.parallel.ranks import Ranks, open_ranks
+from support.split_models import save_model, split_engine, whole_engine
+from support.tiny import DEVICE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "
@@ -178,7 +177,7 @@ def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("bits", [4])
 def test_quantized_chunks(bits: int, one: Make, two: Make) -> None:
-    engines = one(kv_cache_bits=bits, key_norms=True), two(kv_cache_bits=bits, key_norms=True)
+    engines = one(kv_cache_bits=bits), two(kv_cache_bits=bits)
     for engine in engines:
         engine.warm(TEXT * 2, header="")
     expected, given = (engine.score(TEXT * 2 + QUESTION, [5, 6]) for engine in engines)

@@ -13,10 +13,10 @@ from kvboost import KVBoost
 from kvboost.config import GenerationMode
 from kvboost.results import GenerationResult
 from kvboost.tokens.hashing import as_token_ids
-from paged_engines import leaks, paged_engine, steps_of
-from scripted_drafts import always_draft, always_wrong, at_random, oracle, script
-from test_reuse import words
-from tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
+from support.paged_engines import leaks, paged_engine, steps_of
+from support.prompts import words
+from support.scripted_drafts import always_draft, always_wrong, at_random, oracle, script
+from support.tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
 
 PROMPT = words(5, 40)
 SEEDED = {"temperature": 1.2, "top_k": 40, "seed": 11}

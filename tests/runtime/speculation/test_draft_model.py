@@ -6,9 +6,9 @@ import pytest
 
 from kvboost import ConfigError, KVBoost
 from kvboost.runtime.speculation import draft_model
-from scripted_drafts import always_draft
-from test_reuse import words
-from tiny import byte_tokenizer, make_engine, tiny_model
+from support.prompts import words
+from support.scripted_drafts import always_draft
+from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 PROMPT = words(8, 40)
 

@@ -6,9 +6,7 @@ import pytest
 
 from kvboost.model.paged.draft_steps import counted_rows
 from kvboost.reuse.cost import CostModel, unpadded
-from kvboost.runtime.speculation.chances import Chances
-from kvboost.runtime.speculation.lengths import CHEAP, NO_DRAFT, SURE, best_pace
-from kvboost.runtime.speculation.pauses import Pauses
+from kvboost.runtime.speculation.lengths import CHEAP, NO_DRAFT, SURE, Chances, Pauses, best_pace
 
 
 def test_rows_that_cost_nothing_make_long_drafts() -> None:

@@ -23,7 +23,7 @@ def speculator(speculate: str | int, *, runs_ahead: bool, others: int) -> Specul
         as_token_ids(prompt), mode, "", SamplingParams(), RepairParams(), speculate=speculate
     )
     state = RequestState(request, rows=len(prompt))
-    state.other_rows = state.other_tokens = others
+    state.turn.other_rows = state.turn.other_tokens = others
     found = Speculation(cost).start(state, ChunkKey(""), 0, runs_ahead=runs_ahead)
     assert found is not None
     return found
@@ -54,7 +54,7 @@ def test_after_a_rest_it_knows_what_the_answer_has_got_meanwhile() -> None:
     for token in (2, 3, 4, 5):
         assert found.rests()
         state.token_ids.append(token)
-    state.other_rows = state.other_tokens = 0
+    state.turn.other_rows = state.turn.other_tokens = 0
     assert not found.rests()
     found.follow()
     assert found.draft(1, 3, len) == [6, 7, 8]

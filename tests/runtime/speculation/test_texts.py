@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvboost.runtime.speculation import texts
-from kvboost.runtime.speculation.texts import MOST_TEXTS, TenantTexts
+from kvboost.runtime.speculation import suffixes
+from kvboost.runtime.speculation.suffixes import MOST_TEXTS, TenantTexts
 from kvboost.tokens.hashing import ChunkKey
 
 ANNA, BERT = ChunkKey(b"anna"), ChunkKey(b"bert")
@@ -39,10 +39,10 @@ def test_they_are_few(monkeypatch) -> None:
     for number in range(2 * MOST_TEXTS):
         found.add(ANNA, ids(number), 0)
     assert len(kept(found, ANNA)) == MOST_TEXTS
-    monkeypatch.setattr(texts, "MOST_TOKENS", 3)
+    monkeypatch.setattr(suffixes, "MOST_TOKENS", 3)
     found.add(ANNA, ids(90, 91, 92, 93), 0)
     assert kept(found, ANNA) == [[91, 92, 93]]
-    monkeypatch.setattr(texts, "MOST_TENANTS", 1)
+    monkeypatch.setattr(suffixes, "MOST_TENANTS", 1)
     found.add(BERT, ids(5), 0)
     assert kept(found, ANNA) == []
 

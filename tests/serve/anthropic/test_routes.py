@@ -9,7 +9,7 @@ import pytest
 from kvboost.errors import QueueFullError
 from kvboost.serve.anthropic.replies import AnthropicErrorReply, MessageReply
 from kvboost.serve.settings import ApiKey
-from sse import named_events
+from support.sse import named_events
 
 WEATHER = {
     "name": "weather",

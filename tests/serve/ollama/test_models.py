@@ -20,7 +20,7 @@ from kvboost.serve.ollama.replies import (
     ShowReply,
 )
 from kvboost.serve.settings import ServerSettings
-from tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, tiny_model
 
 
 @pytest.fixture(scope="module")

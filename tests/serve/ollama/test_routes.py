@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fake_engine import FakeEngine
 from kvboost.errors import QueueFullError
 from kvboost.serve.ollama.replies import OllamaChatReply, OllamaErrorReply, OllamaGenerateReply
 from kvboost.serve.settings import ApiKey
-from live_server import live_server
-from routed import CLIENT
+from support.fake_engine import FakeEngine
+from support.live_server import live_server
+from support.routed import CLIENT
 
 FUNCTION = {
     "name": "weather",

@@ -10,10 +10,10 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from chat_templates import QWEN, tokenizer_with
 from kvboost import KVBoost
-from live_server import live_server
-from tiny import tiny_model
+from support.chat_templates import QWEN, tokenizer_with
+from support.live_server import live_server
+from support.tiny import tiny_model
 
 WEATHER: Any = {
     "type": "function",

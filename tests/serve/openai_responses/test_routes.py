@@ -10,7 +10,7 @@ import pytest
 from kvboost.errors import StructuredOutputError
 from kvboost.serve.openai_responses.replies import ResponseReply
 from kvboost.serve.settings import ApiKey
-from sse import named_events
+from support.sse import named_events
 
 WEATHER = {
     "type": "function",

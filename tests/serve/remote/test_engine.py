@@ -15,15 +15,15 @@ import httpx
 import pytest
 
 import kvboost.serve
-from adapters import write_adapter
 from kvboost import KVBoost, QueueFullError
 from kvboost.serve.errors import ApiError
 from kvboost.serve.remote.engine import RemoteEngine
 from kvboost.serve.remote.wire import EngineDescription
 from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, connect, wait_for
-from remote_server import hosted, remote_server
-from tiny import EOS, make_engine, tiny_encoder, tiny_model
+from support.adapters import write_adapter
+from support.live_server import LiveServer, connect, wait_for
+from support.remote_server import hosted, remote_server
+from support.tiny import EOS, make_engine, tiny_encoder, tiny_model
 
 NO_END = {str(EOS): -100}
 PROMPT = "A lighthouse warns ships of rocks. " * 4

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.serve.remote.wire import Step
-from tiny import make_engine, tiny_model
+from support.tiny import make_engine, tiny_model
 
 TOKENS = 24
 

@@ -19,9 +19,9 @@ from kvboost import KVBoost, KVBoostError
 from kvboost.serve import process
 from kvboost.serve.remote import processes
 from kvboost.serve.settings import ServerSettings
-from live_server import LiveServer, live_server, wait_for
-from server_process import ServerProcess
-from tiny import EOS, byte_tokenizer, make_engine, tiny_model
+from support.live_server import LiveServer, live_server, wait_for
+from support.server_process import ServerProcess
+from support.tiny import EOS, byte_tokenizer, make_engine, tiny_model
 
 NO_END = {str(EOS): -100}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}

@@ -192,11 +192,7 @@ class Comparison:
                             self._rows[layout, name].sessions.append(played)
 
     def _play(
-        self,
-        session: Session,
-        number: int,
-        step: Step | None = None,
-        until: float = math.inf,
+        self, session: Session, number: int, step: Step | None = None, until: float = math.inf
     ) -> dict[str, list[Played]]:
         """The turns of ``session``, in each of which all servers take theirs; none but the first
         two begins after ``until``."""

@@ -274,8 +274,8 @@ class Replay:
         return found[-1] if found else None
 
     def _computed_inside(self, name: str, server: Running) -> int:
-        """How many rows KVBoost has computed in vLLM's pages so far; 0 if sessions run at the same
-        time, since the counters do not tell whose rows they are."""
+        """The number of rows that KVBoost has computed in vLLM's pages so far; 0 if sessions run at
+        the same time, since the counters do not tell whose rows they are."""
         if name != CONNECTOR or self._settings.at_once > 1:
             return 0
         counters = (CONNECTOR_ROWS.format(server.model, one) for one in ("recomputed", "computed"))

@@ -1,1 +1,1 @@
-"""What benchmarks share."""
+"""The parts that benchmarks share."""

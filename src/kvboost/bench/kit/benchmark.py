@@ -37,7 +37,7 @@ ROUNDS = "Rounds; every figure is the median over them."
 
 @dataclass(frozen=True)
 class Option:
-    """What a setting means and which values it may have. The values of a tuple are checked one by
+    """The meaning of a setting and the values it may have. The values of a tuple are checked one by
     one."""
 
     help: str
@@ -65,10 +65,10 @@ def option(default: Any, help: str, flag: str | None = None, **limits: Any) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a benchmark is asked. Validated on creation: raises ``ConfigError``."""
+    """The settings of a benchmark. Validated on creation: raises ``ConfigError``."""
 
     QUICK: ClassVar[Mapping[str, Any]] = {}
-    """What ``--quick`` changes."""
+    """The settings that ``--quick`` changes."""
 
     def __post_init__(self) -> None:
         for name, (_, option) in options_of(type(self)).items():
@@ -106,7 +106,7 @@ def options_of(kind: type[Settings]) -> dict[str, tuple[Any, Option]]:
 
 @dataclass
 class Report:
-    """What a benchmark has found."""
+    """The findings of a benchmark."""
 
     figures: dict[str, Any]
     """For the JSON record."""
@@ -116,11 +116,11 @@ class Report:
     draw: Callable[[str], Figure] | None = None
     """Makes the picture; is given a title."""
     problems: Sequence[str] = ()
-    """What must not happen and did; the command then ends with status 1."""
+    """Things that must not happen and did; the command then ends with status 1."""
 
 
 class Module(Protocol):
-    """What the module of a benchmark has."""
+    """The module of a benchmark."""
 
     Settings: type[Settings]
 
@@ -134,10 +134,10 @@ class Benchmark:
 
     name: str
     question: str
-    """What it answers, in one line."""
+    """The question that it answers, in one line."""
     module: str
     goals: tuple[str, ...] = ()
-    """What we want to reach; the report says whether we did."""
+    """The goals; the report says whether they were reached."""
     plots: bool = False
     long_running: bool = False
     """Whether the process bounds torch's kernel caches, as the server does."""
@@ -157,17 +157,15 @@ class Benchmark:
         *,
         plot: Path | None = None,
         output: Path | None = None,
-        history: Path | None = None,
     ) -> dict[str, Any]:
         """Runs the benchmark and shows what it found; returns its record, which is also written
-        to ``output`` and added to ``history``."""
+        to ``output``."""
         from kvboost.bench.kit.figures import check_plot, save
-        from kvboost.bench.kit.record import append, record
+        from kvboost.bench.kit.record import record
 
         if plot is not None:
             check_plot(plot)
-        for name, path in (("output", output), ("history", history)):
-            check_folder(path, name)
+        check_folder(output, "output")
         bench = Bench(console, settings)
         report = self.load().run(settings, bench)
         for part in report.shown:
@@ -184,8 +182,6 @@ class Benchmark:
         )
         if output is not None:
             output.write_text(json.dumps(made, indent=2) + "\n")
-        if history is not None:
-            append(history, made)
         return made
 
 

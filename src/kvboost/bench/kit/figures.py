@@ -28,7 +28,7 @@ GRID = "#DDDDDD"
 
 
 class Value(NamedTuple):
-    """What was measured, and from where to where."""
+    """A measured value, and its range."""
 
     middle: float
     low: float
@@ -135,11 +135,7 @@ def _draw_line(
 
 
 def draw_bars(
-    panels: Mapping[str, Bars],
-    *,
-    title: str,
-    y: Sequence[str],
-    stacked: Sequence[str] = (),
+    panels: Mapping[str, Bars], *, title: str, y: Sequence[str], stacked: Sequence[str] = ()
 ) -> Figure:
     """Panels side by side, each with its own label of ``y``; in each a cluster of bars per group,
     and in that a bar per series. Spreads are lines. The series of panels that are ``stacked`` add

@@ -1,4 +1,4 @@
-"""What we set out to reach, and whether we did."""
+"""The goals of benchmarks, and whether they were reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark's JSON begins with: what was run, when, where, and which code."""
+"""The record of a benchmark as JSON: what was run, when, where, and which code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def record(
 
 
 def append(path: str | os.PathLike[str], made: Mapping[str, Any]) -> None:
-    """Adds a record to a file of JSON lines; ``scripts/compare_records.py`` compares them."""
+    """Adds a record to a file of JSON lines."""
     try:
         with open(path, "a") as file:
             file.write(json.dumps(made) + "\n")

@@ -1,4 +1,4 @@
-"""How close an answer is, and how sure a mean is."""
+"""Measures of how close an answer is, and how sure a mean is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -53,20 +52,6 @@ def paired_bootstrap(
     tail = (1 - level) / 2
     low, high = np.quantile(values[picks].mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """The correlation of ranks, between -1 and 1; equal values share their mean rank."""
-    first, second = _ranks(one), _ranks(other)
-    if not (np.ptp(first) and np.ptp(second)):
-        return 0.0
-    return float(np.corrcoef(first, second)[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    _, group, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts + 1) / 2
-    return np.asarray(mean_rank[group], dtype=np.float64)
 
 
 def _words(text: str) -> list[str]:

@@ -65,7 +65,7 @@ class Contenders:
 
     @property
     def described(self) -> Mapping[str, Mapping[str, object]]:
-        """What each loaded engine is, also if it failed later."""
+        """The description of each loaded engine, also of those that failed later."""
         return self._described
 
     def ask(self, name: str, ids: list[int]) -> Answer | None:
@@ -91,7 +91,7 @@ class Contenders:
         self._stack.close()
 
     def lines(self) -> Iterator[Text]:
-        """What was measured, what was missing and why, what failed."""
+        """The results: what was measured, what was missing and why, what failed."""
         for name, what in self._described.items():
             yield Text(f"{name}: {what['version']}, weights {what['weights']}", style="dim")
         for name, why in self.missing.items():

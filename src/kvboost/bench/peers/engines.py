@@ -62,7 +62,7 @@ class Engine:
         return found
 
     def given(self, setting: Setting) -> dict[str, object]:
-        """What it is told to load."""
+        """The options of what it loads."""
         return {
             "folder": str(setting.folder),
             "gguf": str(gguf_file(setting.model)),

@@ -161,7 +161,7 @@ def running(
 
 
 def _stats() -> Iterator[list[str]]:
-    """What Linux says about each process, after its name: the fourth field is its session, the
+    """The status of each process in Linux, after its name: the fourth field is its session, the
     twelfth and thirteenth its processor time."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended

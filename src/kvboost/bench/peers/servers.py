@@ -55,7 +55,7 @@ class Server(Protocol):
         """Added to the environment."""
 
     def settings(self, setting: Setting) -> dict[str, object]:
-        """What its numbers depend on, for the report."""
+        """The settings on which its numbers depend, for the report."""
 
 
 class KVBoostServer:

@@ -1,4 +1,4 @@
-"""What every engine of a run is told, and how the model counts tokens."""
+"""The setting that every engine of a run is told, and the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU_CACHE, GPU_CACHE = 2 * 1024**3, 16 * 1024**3
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all engines of a run."""
+    """The setting that is the same for all engines of a run."""
 
     model: str
     folder: Path

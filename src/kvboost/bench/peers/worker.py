@@ -29,7 +29,7 @@ MAX_TOKENS = 2
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, by our clock."""
+    """An answer, by our clock."""
 
     ttft_ms: float
     total_ms: float
@@ -94,7 +94,7 @@ class Worker:
             raise self._ended() from None
 
     def _read(self, wanted: str, deadline: float) -> Any:
-        """What the next line says, which must be ``wanted``."""
+        """The contents of the next line, which must be ``wanted``."""
         said = json.loads(self._line(deadline))
         if wanted not in said:
             why = said.get("error", f"it said {said} instead of {wanted!r}")

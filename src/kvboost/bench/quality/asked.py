@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvboost import ConfigError, GenerationMode, GenerationResult, KVBoost, SpanKind
 from kvboost.bench.kit.stats import f1
+from kvboost.bench.quality.payload import payload_cost
 from kvboost.bench.quality.rows import DEFAULT_KEPT, LongAnswer, Row
 from kvboost.bench.quality.tasks import Asking, LongQuestion
-from kvboost.bench.texts.prompts import fragments
+from kvboost.bench.texts.prompts import fragments, num_shared
 from kvboost.bench.texts.questions import Question
-from kvboost.config import MOST_CONTEXTS
+from kvboost.config import CONTROL, MOST_CONTEXTS
 from kvboost.results import kl_divergence
 
 if TYPE_CHECKING:
@@ -39,22 +40,16 @@ DONORS = {
 }
 ASKED_BEFORE = "Summarize this."
 EDITED_LINE = "It is 12:31 on Tuesday; branch main, 3 files changed.\n\n"
-ALL_CHUNKS = 1_000_000
 MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """How moved text is repaired."""
+    """The repair of moved text."""
 
     strategy: str
     ratio: float
-    tolerance: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.strategy if self.tolerance is None else f"{self.strategy} {self.tolerance:g}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +92,9 @@ class Asked:
         begun = fragments(engine.encode)(question.begun) if question.begun else []
         arranged = engine.arrange(None, self._documents, question.ask, cache_salt="none")
         self.prompt = [*arranged.prompt, *begun]
+        start = num_shared(self._before(["a"]), self._before(["b"]))
+        lengths = (len(engine.encode(one, add_special_tokens=False)) for one in self._documents)
+        self._payload = (start, start + sum(lengths))
         baseline = GenerationMode.BASELINE
         tokens = asking.longest_answer
         self._full = engine.generate(self.prompt, tokens, baseline)
@@ -204,12 +202,11 @@ class Asked:
 
     def served(self, donor: str, cell: Cell, salt: str, paid: float | None = None) -> Row:
         """``paid``: what ``auto`` has paid per moved row, for a control with the same budget."""
-        is_control = cell.strategy == "random" and paid is not None
+        is_control = cell.strategy == CONTROL and paid is not None
         how: dict[str, Any] = {
             "cache_salt": salt,
             "recompute_strategy": cell.strategy,
             "recompute_ratio": min(1.0, paid or 0.0) if is_control else cell.ratio,
-            "recompute_tolerance": cell.tolerance,
         }
         scored = self._engine.score(self.prompt, self.answer, **how)
         if donor != EXACT and not scored.reuse.count(SpanKind.MOVED):
@@ -217,27 +214,26 @@ class Asked:
                 f"nothing was moved in the prompt of {self._question.question!r}; give passages "
                 "of at least 64 tokens and load the model with reuse_moved='always'"
             )
-        stored = self._engine.chunks(ALL_CHUNKS)
+        cost = payload_cost(self._engine, scored.reuse, *self._payload)
         return self.row(
             self._engine,
             Comparison.of(self.logits, scored.logits),
             how,
             donor=donor,
-            strategy=cell.name,
+            strategy=cell.strategy,
             ratio=cell.ratio,
             ttft_ratio=scored.timings.total_ms / self._full_ms,
+            ttft_ms=scored.timings.total_ms,
             charged_share=scored.reuse.charged_share,
             charged_flops=scored.reuse.charged_flops,
-            expected_kl=scored.reuse.expected_kl,
             hit_rate=scored.reuse.kv_reuse_ratio,
-            bytes_per_token=sum(one["bytes"] for one in stored)
-            / sum(one["tokens"] for one in stored),
+            **asdict(cost),
         )
 
     def row(
         self, engine: KVBoost, compared: Comparison, how: dict[str, Any], **figures: Any
     ) -> Row:
-        """What was compared, and how good the answer is that ``engine`` gives. The same greedy text
+        """The comparison, and how good the answer is that ``engine`` gives. The same greedy text
         needs no second answer."""
         answer = self._full
         if compared.first_difference is not None:

@@ -18,7 +18,7 @@ from typing import Any
 MEMORY_BYTES = 1 << 30
 _DENIED = ("socket.", "subprocess.", "os.", "shutil.", "ctypes.", "pty.", "tempfile.", "signal.")
 _ALLOWED = ("os.listdir", "os.scandir", "os.walk")
-"""What an import asks for."""
+"""The calls of ``os`` that imports make."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 
 

@@ -176,9 +176,5 @@ def long_figure(summaries: Sequence[Summary], title: str) -> Figure:
             if donor != NOISE:
                 panels.setdefault(f"{long.task}, {donor}", {})[_name(one)] = line
     return draw_lines(
-        panels,
-        title=title,
-        x="token of the answer",
-        y="KL against full prefill, nats",
-        log_x=True,
+        panels, title=title, x="token of the answer", y="KL against full prefill, nats", log_x=True
     )

@@ -24,8 +24,7 @@ class NoiseFloor:
     def __init__(self, loaded: LoadedModel) -> None:
         self._whole, self._sliced = (
             KVBoost(
-                loaded,
-                EngineConfig(prefill_slice=rows, max_kv_bytes=MOST_BYTES, gpu_cache_bytes=0),
+                loaded, EngineConfig(prefill_slice=rows, max_kv_bytes=MOST_BYTES, gpu_cache_bytes=0)
             )
             for rows in (WHOLE, SLICED)
         )

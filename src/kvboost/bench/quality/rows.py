@@ -1,4 +1,4 @@
-"""What ``kvboost quality`` measures, question by question, and the files that keep it."""
+"""The rows of ``kvboost quality``, one a question, and the files that keep them."""
 
 from __future__ import annotations
 
@@ -62,20 +62,24 @@ class Row:
     """Share of the prompt's rows that were not computed."""
     bytes_per_token: float = 0.0
     charged_flops: float = 0.0
-    """What repair cost, as a share of the arithmetic of computing all moved rows."""
+    """The cost of repair, as a share of the arithmetic of computing all moved rows."""
     kl_by_token: tuple[float, ...] = ()
-    expected_kl: float | None = None
-    """What ``auto`` expected the KL of the first token to be."""
     no_context_f1: float | None = None
     """Of the answer without passages."""
     no_context_kl: float | None = None
     """Of the distributions without passages, over the same answer."""
     long: LongAnswer | None = None
     """None of a question."""
+    ttft_ms: float = 0.0
+    """Time until the answer's logits were there. This and the rest is 0 in older files."""
+    recomputed_layer_tokens: int = 0
+    """Of the passages; see ``PayloadCost``."""
+    dense_layer_tokens: int = 0
+    kv_bytes: int = 0
 
     @property
     def cell(self) -> tuple[str, str, str, float]:
-        """What rows of a table have in common."""
+        """The facts that rows of a table have in common."""
         return self.donor, self.kept, self.strategy, self.ratio
 
     @property
@@ -122,7 +126,8 @@ def _files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def saved_rows(path: str | None) -> list[Row]:
-    """What an interrupted run has left in its file. A last line that was cut off is removed."""
+    """The rows that an interrupted run has left in its file. A last line that was cut off is
+    removed."""
     if path is None or not Path(path).exists():
         return []
     text = Path(path).read_text()

@@ -10,10 +10,11 @@ import numpy as np
 from rich.table import Table
 
 from kvboost.bench.kit.figures import Figure, draw_lines
-from kvboost.bench.kit.stats import paired_bootstrap, spearman
-from kvboost.bench.kit.tables import dim, percent, table
+from kvboost.bench.kit.stats import paired_bootstrap
+from kvboost.bench.kit.tables import dim, ms, percent, table
 from kvboost.bench.quality.long_summary import LongSummary, summarize_long
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, Row
+from kvboost.config import format_bytes
 
 RATIO_FREE = ("none", "selective")
 """Strategies that no ratio changes: they run once."""
@@ -23,8 +24,6 @@ ANSWERED_F1 = 0.5
 """Full prefill answers a question if its F1 is at least this."""
 LEAST_GAP = 0.02
 """If passages gain less F1 than this, the share of it that is kept says nothing."""
-LEAST_RANKED = 10
-"""Questions that can be ranked."""
 TOKEN_GROUPS = ((0, 1), (1, 4), (4, 8), (8, 16))
 """The tokens of an answer whose KL is shown together."""
 COLUMNS = dim(
@@ -40,10 +39,15 @@ TTFT     time until the logits were there, as a share of full prefill's
 hits     rows of the prompt that were not computed; B/token: bytes of a row in the cache
 FLOPs    what repair cost, as a share of the arithmetic of computing all moved rows
 90 %     90th percentile of KL over questions; then the mean KL of single tokens of the answer
-gap      share of the way from no passages to full prefill that is kept, in F1 and in KL
 answered F1 on the questions that full prefill answers
 within   whether F1 is lower than full prefill's by less than --margin (one-sided, 95 %)
-rank     how well the KL that auto expected ranks questions by their KL (Spearman)"""
+gap      share of the gap recovered, as KVShareArena defines it:
+         (F1 - F1 without passages) / (F1 of full prefill - F1 without passages)
+         and in KL: 1 - KL / KL without passages
+layer-tokens  tokens of passages times layers that were computed, probes too
+of       layer-tokens of a full prefill of the passages
+KV       of the passages in the cache
+ms       TTFT, and that of full prefill"""
 )
 
 
@@ -72,20 +76,24 @@ class Summary:
     f1_at_least: float | None
     """Lower end of the one-sided 95 % interval of the mean paired difference."""
     answered: int
-    """How many questions full prefill answers."""
+    """The number of questions that full prefill answers."""
     answered_f1: float | None
     """On these questions."""
     gap_f1: float | None
-    """How much of the F1 that passages gain is kept: 0 as without passages, 1 as full prefill."""
+    """The share of the gap recovered: 0 as without passages, 1 as full prefill."""
     gap_kl: float | None
     """One minus the mean KL as a share of the mean KL without passages."""
-    rank_agreement: float | None
-    """Spearman's correlation of KL with the KL that ``auto`` expected."""
     ttft_ratio: float
     charged_share: float
     charged_flops: float
     hit_rate: float
     bytes_per_token: float
+    ttft_ms: float
+    """The median; this and the rest are 0 of rows that were saved before these were measured."""
+    full_ttft_ms: float
+    recomputed_layer_tokens: float
+    dense_layer_tokens: float
+    kv_bytes: float
     long: LongSummary | None = None
     """None of questions."""
 
@@ -135,12 +143,16 @@ def _summary(
         answered_f1=statistics.mean(answered) if answered else None,
         gap_f1=_gap_f1(rows),
         gap_kl=_gap_kl(rows),
-        rank_agreement=_rank_agreement(rows),
         ttft_ratio=statistics.median(row.ttft_ratio for row in rows),
         charged_share=mean("charged_share"),
         charged_flops=mean("charged_flops"),
         hit_rate=mean("hit_rate"),
         bytes_per_token=mean("bytes_per_token"),
+        ttft_ms=statistics.median(row.ttft_ms for row in rows),
+        full_ttft_ms=statistics.median(row.ttft_ms / row.ttft_ratio for row in rows),
+        recomputed_layer_tokens=mean("recomputed_layer_tokens"),
+        dense_layer_tokens=mean("dense_layer_tokens"),
+        kv_bytes=mean("kv_bytes"),
         long=summarize_long(rows, floor),
     )
 
@@ -172,14 +184,6 @@ def _gap_kl(rows: Sequence[Row]) -> float | None:
     return 1 - sum(row.kl for row in rows) / sum(without)
 
 
-def _rank_agreement(rows: Sequence[Row]) -> float | None:
-    """None if there are too few rows to rank."""
-    pairs = [(row.expected_kl, row.kl) for row in rows if row.expected_kl is not None]
-    if len(pairs) < LEAST_RANKED:
-        return None
-    return spearman(*zip(*pairs, strict=True))
-
-
 def pool(summaries: Sequence[Summary], donors: Sequence[str]) -> dict[tuple[str, float], float]:
     """Mean KL per strategy and ratio over several donor kinds."""
     pooled: dict[tuple[str, float], list[float]] = {}
@@ -192,7 +196,7 @@ def pool(summaries: Sequence[Summary], donors: Sequence[str]) -> dict[tuple[str,
 def quality_tables(
     summaries: Sequence[Summary], described: Callable[[str], str], margin: float
 ) -> Iterator[Table]:
-    """Two tables per donor kind and way of keeping. One way of keeping fits into 80 columns."""
+    """Three tables per donor kind and way of keeping. One way of keeping fits into 80 columns."""
     many = len({one.kept for one in summaries}) > 1
     headings = ("ratio", "paid", "KL", "median", "top-1", "same", "at", "F1/full", "95 %", "TTFT")
     for donor, kept in dict.fromkeys((one.donor, one.kept) for one in summaries):
@@ -210,8 +214,14 @@ def quality_tables(
         yield table(
             "",
             ("strategy",),
-            ("ratio", "FLOPs", "90 %", *tokens, "gap F1", "KL", "answered", "within", "rank"),
+            ("ratio", "FLOPs", "90 %", *tokens, "answered", "within"),
             [_more_cells(one, margin) for one in own],
+        )
+        yield table(
+            "",
+            ("strategy",),
+            ("ratio", "gap F1", "gap KL", "layer-tokens", "of", "KV", "ms", "in full"),
+            [[one.strategy, ratio_of(one), *_arena_cells(one)] for one in own],
         )
 
 
@@ -241,10 +251,20 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
     return [
         *(one.strategy, ratio_of(one), f"{one.charged_flops:.1%}", f"{one.p90_kl:.3f}"),
         *(f"{statistics.mean(group):.3f}" if group else "–" for group in groups),
-        *(percent(one.gap_f1), percent(one.gap_kl)),
         "–" if one.answered_f1 is None else f"{one.answered_f1:.2f} ({one.answered})",
         "yes" if one.is_within(margin) else "no",
-        "–" if one.rank_agreement is None else f"{one.rank_agreement:.2f}",
+    ]
+
+
+def _arena_cells(one: Summary) -> list[str]:
+    """KVShareArena's measures."""
+    gaps = [percent(one.gap_f1), percent(one.gap_kl)]
+    if not one.dense_layer_tokens:
+        return [*gaps, *["–"] * 5]
+    return [
+        *gaps,
+        *(f"{one.recomputed_layer_tokens:,.0f}", f"{one.dense_layer_tokens:,.0f}"),
+        *(format_bytes(round(one.kv_bytes)), ms(one.ttft_ms), ms(one.full_ttft_ms)),
     ]
 
 
@@ -256,7 +276,10 @@ def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]
     return "\n".join(_markdown(own, headings, described) for own, headings in tables if own)
 
 
-_F1_HEADINGS = ("F1 (full)", "F1 difference", "gap kept")
+_F1_HEADINGS = (
+    *("F1 (full)", "F1 difference", "gap recovered, F1", "gap recovered, KL"),
+    *("layer-tokens", "of", "KV", "TTFT, ms", "in full"),
+)
 _LIKENESS_HEADINGS = ("likeness", "95 %", "of the floor's")
 
 
@@ -282,13 +305,13 @@ def _markdown(
     return "\n".join(lines) + "\n"
 
 
-def _answer_cells(one: Summary) -> tuple[str, str, str]:
+def _answer_cells(one: Summary) -> list[str]:
     if one.long is None:
         f1, full, (low, high) = _known_f1(one)
-        return f"{f1:.3f} ({full:.3f})", f"{low:+.2f} … {high:+.2f}", percent(one.gap_f1)
+        return [f"{f1:.3f} ({full:.3f})", f"{low:+.2f} … {high:+.2f}", *_arena_cells(one)]
     like, floor = one.long.likeness, one.long.floor
     share = None if floor is None else floor.likeness_share
-    return f"{like.mean:.3f}", f"{like.low:.2f} … {like.high:.2f}", percent(share)
+    return [f"{like.mean:.3f}", f"{like.low:.2f} … {like.high:.2f}", percent(share)]
 
 
 def quality_figure(summaries: Sequence[Summary], title: str) -> Figure:

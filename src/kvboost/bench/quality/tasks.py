@@ -1,4 +1,4 @@
-"""What ``kvboost quality`` asks over passages: questions, or something long to be written."""
+"""The tasks of ``kvboost quality`` over passages: questions, or something long to write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONGEST_HEAD = 900
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What is asked, and how."""
+    """A task and its options."""
 
     task: str = option(
         QUESTIONS,
@@ -55,8 +55,8 @@ class Asking:
     )
     datasets: tuple[str, ...] = option(
         (),
-        "JSON lines with question, answers and passages; made-up questions if not given. Not for "
-        "code and edit.",
+        "JSON lines with question, answers and passages, or a file of KVShareArena; made-up "
+        "questions if not given. Not for code and edit.",
         "dataset",
     )
     limit: int | None = option(
@@ -180,7 +180,7 @@ class Change(CodeQuestion):
 
 
 def choose(asking: Asking) -> list[Question]:
-    """What is asked: the first ``limit`` of the task, and of these one part."""
+    """The first ``limit`` questions of the task, and of these one part."""
     if asking.task == QUESTIONS:
         return choose_questions(asking.datasets, asking.limit, asking.part)
     if asking.task == "summary":

@@ -79,7 +79,7 @@ class Answer:
 
 
 def data_of(line: bytes) -> bytes | None:
-    """What a line of an event stream carries; None for comments, other fields and blank lines."""
+    """The data of a line of an event stream; None for comments, other fields and blank lines."""
     return line[5:].strip() if line.startswith(b"data:") else None
 
 
@@ -107,7 +107,7 @@ def read_event(data: bytes, answer: Answer) -> str:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """What a choice of a chunk says: of a chat in its ``delta``, of a completion as ``text``."""
+    """The text of a choice of a chunk: of a chat in its ``delta``, of a completion as ``text``."""
     return choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
 
 

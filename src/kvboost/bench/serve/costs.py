@@ -1,4 +1,4 @@
-"""What a load costs the machine: processor time of the server, and how busy the card is."""
+"""The cost of a load for the machine: processor time of the server, and how busy the card is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def watched(server: Running, device: str) -> Iterator[Costs]:
 
 @contextmanager
 def _watched_card(device: str) -> Iterator[list[float]]:
-    """How busy the card was, again and again while the block runs; nothing without a card."""
+    """Samples how busy the card is while the block runs; nothing without a card."""
     shares: list[float] = []
     try:
         card = Card(device)

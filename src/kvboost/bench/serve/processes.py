@@ -39,10 +39,7 @@ class Clients:
             self._processes.append(process)
 
     def load(
-        self,
-        target: Target,
-        users: Sequence[Sequence[Request]],
-        on_answer: OnAnswer = lambda: None,
+        self, target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
     ) -> list[Answer]:
         """The answers to all requests of ``users``, who begin together."""
         count = len(self._pipes)

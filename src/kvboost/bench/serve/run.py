@@ -153,7 +153,7 @@ class Comparison:
         self.errors: dict[str, str] = {}
         """The first error of a load in which some requests failed."""
         self.started_s: dict[str, float] = {}
-        """How long a system took to be ready, the last time."""
+        """The time that a system took to be ready, the last time."""
         self._settings = settings
         self._setting = setting
         self._bias = {str(number): -100 for number in vocabulary.special_ids}
@@ -203,12 +203,7 @@ class Comparison:
         ]
 
     def _load(
-        self,
-        name: str,
-        there: Running,
-        clients: Clients,
-        traffic: Sequence[Workload],
-        step: Step,
+        self, name: str, there: Running, clients: Clients, traffic: Sequence[Workload], step: Step
     ) -> None:
         """All workloads of one round on one server."""
         self.started_s[name] = there.started_s

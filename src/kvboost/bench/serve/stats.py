@@ -1,4 +1,4 @@
-"""What a load showed: latencies and rates of one round, medians over rounds, and our goals."""
+"""The figures of a load: latencies and rates of one round, medians over rounds, and our goals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Round:
     process_cpu_ms: float | None
     """Processor time of all of the server's processes for one answer."""
     gpu_share: float | None
-    """How busy the card was, on average."""
+    """The share of time that the card was busy."""
 
     @classmethod
     def of(cls, answers: Sequence[Answer], costs: Costs) -> Round:
@@ -140,7 +140,6 @@ def _spread(values: Sequence[float]) -> Value:
 
 
 def _named(value: Value) -> dict[str, float]:
-    """As ``scripts/compare_records.py`` reads it."""
     return {"value": value.middle, "low": value.low, "high": value.high}
 
 

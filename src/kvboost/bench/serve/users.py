@@ -1,4 +1,4 @@
-"""What the users of a server send, seeded: the same requests for every server.
+"""The prompts of a server's users, seeded: the same requests for every server.
 
 ``rag``     eight passages of a pool, popular ones more often, in an order that changes, and a
             question that is new: some 3,000 tokens
@@ -25,7 +25,7 @@ from kvboost.config import one_of, whole
 from kvboost.errors import ConfigError
 
 Count = Callable[[str], int]
-"""How many tokens a text has."""
+"""Counts the tokens of a text."""
 Message = dict[str, str]
 Passage = tuple[str, str]
 """A title and a text."""
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """What each user sends, one request after the other."""
+    """The prompts of each user, one request after the other."""
 
     name: str
     users: tuple[tuple[Request, ...], ...]
@@ -77,10 +77,10 @@ class Maker(Protocol):
     """Makes the requests of one workload."""
 
     def requests(self, number: int) -> Iterator[Request]:
-        """What one user sends."""
+        """The prompts of one user."""
 
     def warmup(self, user: int) -> Iterator[Request]:
-        """What one of the ``WARMUPS`` users sends before the clock runs."""
+        """The prompts of one of the ``WARMUPS`` users, before the clock runs."""
 
 
 def make_workload(

@@ -1,4 +1,4 @@
-"""What a coding agent sends, turn by turn: its tools, files, calls and their results.
+"""The prompts of a coding agent, turn by turn: its tools, files, calls and their results.
 
 ``append``  each result follows the call, as a chat grows: nothing that was sent before changes
 ``files``   the open files come before the history, as they are now: a file that is read is inserted
@@ -66,9 +66,9 @@ class Turn:
 
     tool: str
     result: str
-    """What follows the call if files are part of the history."""
+    """The text after the call if files are part of the history."""
     note: str
-    """What follows it if they are not."""
+    """The text after it if they are not."""
     files: tuple[tuple[str, str], ...]
     """The open files after the call: names and texts."""
 
@@ -159,7 +159,7 @@ class Session:
 
 
 def tool_list() -> str:
-    """What the system prompt says about the tools."""
+    """The part of the system prompt about the tools."""
     return "\n".join(
         json.dumps({"name": name, "description": told, "parameters": _object(**arguments)})
         for name, (told, arguments) in TOOLS.items()

@@ -99,7 +99,7 @@ EDITS = [
 ]
 
 WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
-"""What is about a token of code."""
+"""Matches about a token of code."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -40,9 +40,14 @@ _MODULES = (
 
 def fragments(encode: Encode) -> Encode:
     """``encode`` without what it puts before every text (a BOS token), for texts to be joined."""
-    pairs = zip(encode("a"), encode("b"), strict=False)
-    added = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    added = num_shared(encode("a"), encode("b"))
     return lambda text: encode(text)[added:]
+
+
+def num_shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Question:
 
     @property
     def ask(self) -> str:
-        """What a prompt says after the passages."""
+        """The end of a prompt, after the passages."""
         return f"Question: {self.question}\nAnswer in a few words."
 
     @property
@@ -82,7 +82,7 @@ def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def parse_json(line: bytes) -> Any:
-    """What a line of a file says. Raises ``ValueError`` that says what is wrong with it."""
+    """The question in a line of a file. Raises ``ValueError`` that says what is wrong with it."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -94,6 +94,9 @@ def parse_json(line: bytes) -> Any:
 def _parse(line: bytes) -> Question:
     """Raises ``ValueError`` that says what is wrong with the line."""
     row = parse_json(line)
+    if isinstance(row, dict) and {"input", "chunks"} <= row.keys():  # as KVShareArena writes it
+        passages = [{"text": chunk} for chunk in _several(row, "chunks")]
+        row = {**row, "question": row["input"], "passages": passages}
     return Question(
         question=_text(_field(row, "question"), "question"),
         answers=tuple(_text(answer, "answers") for answer in _several(row, "answers")),
@@ -208,7 +211,7 @@ def _pairs(firsts: str, seconds: str, between: str) -> list[str]:
 
 @cache
 def _words() -> dict[str, Any]:
-    """What made-up texts are made of. Slots have no digits and no names: those are for facts."""
+    """The parts of made-up texts. Slots have no digits and no names: those are for facts."""
     text = (Path(__file__).parent / "words.json").read_text()
     words: dict[str, Any] = json.loads(text)
     return words

@@ -28,7 +28,7 @@ class Request:
     text: str
     """The whole prompt; empty if none was recorded."""
     answer: str = ""
-    """What the model answered then, if that was recorded."""
+    """The model's answer then, if it was recorded."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Chat:
     turns: Mapping[str, Sequence[Sample]]
 
     def growth(self, name: str) -> float | None:
-        """How many times as long a late turn takes as an early one."""
+        """The time of a late turn, divided by that of an early one."""
         samples = self.turns[name]
         if len(samples) < LATE:
             return None

@@ -35,7 +35,7 @@ class Cleared:
 
 
 class Announcements:
-    """What was announced, and what is to be said next. ``page`` is the number of rows in a block.
+    """The announced blocks, and the next announcements. ``page`` is the number of rows in a block.
     Not thread-safe."""
 
     def __init__(self, page: int) -> None:
@@ -46,7 +46,7 @@ class Announcements:
         self._gone: list[ChunkKey] = []
 
     def __len__(self) -> int:
-        """How many blocks are announced."""
+        """The number of announced blocks."""
         return len(self._chunks)
 
     def store(self, hashes: Sequence[bytes], token_ids: TokenIds, hits: Sequence[Hit]) -> None:
@@ -85,7 +85,7 @@ class Announcements:
         return [*([Removed(names)] if names else []), Cleared()]
 
     def take(self, is_known: Callable[[ChunkKey], bool]) -> list[Stored | Removed]:
-        """What to say now. ``is_known`` says whether a chunk is in some tier."""
+        """The announcements to make now. ``is_known`` says whether a chunk is in some tier."""
         stored, self._stored = self._stored, []
         gone, self._gone = self._gone, []
         removed: list[bytes] = []

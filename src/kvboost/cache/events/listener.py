@@ -1,4 +1,4 @@
-"""What a store tells of its chunks."""
+"""The listener to which a store tells what becomes of its chunks."""
 
 from __future__ import annotations
 

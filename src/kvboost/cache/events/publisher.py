@@ -145,7 +145,7 @@ class EventPublisher:
         self._sender.close()
 
     def _gather(self, timeout: float | None) -> list[_Rows | _Gone | _Clear]:
-        """What has changed; empty if nothing did within ``timeout``."""
+        """The changes; empty if there are none within ``timeout``."""
         try:
             changes = [self._take(timeout)]
         except queue.Empty:

@@ -40,10 +40,7 @@ class Replays:
     or take nothing."""
 
     def __init__(
-        self,
-        router: zmq.Socket[bytes],
-        topic: bytes,
-        clock: Callable[[], float] = time.monotonic,
+        self, router: zmq.Socket[bytes], topic: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._router = router
         self._topic = topic
@@ -55,7 +52,7 @@ class Replays:
         self._clients: dict[bytes, _Client] = {}
 
     def __len__(self) -> int:
-        """How many clients are being answered."""
+        """The number of clients that are being answered."""
         return len(self._clients)
 
     def keep(self, number: int, payload: bytes) -> None:

@@ -23,11 +23,11 @@ MAX_UNSENT_REPLAYS = 32
 MAX_RECEIVED = 1024
 """The bytes of a subscription or a request. Who sends more is disconnected."""
 REPLAY_SECONDS = 0.1
-"""How often to look whether a subscriber has missed messages."""
+"""The seconds between looks whether a subscriber has missed messages."""
 BUSY_SECONDS = 0.005
 """The same while one is being answered."""
 LINGER_SECONDS = 0.5
-"""How long the last messages may take."""
+"""The most seconds that the last messages may take."""
 
 
 class Sender:
@@ -64,7 +64,7 @@ class Sender:
 
     @property
     def replay_seconds(self) -> float | None:
-        """How long the next call of ``answer_replays`` may wait; None if there is none to make."""
+        """The time that the next call of ``answer_replays`` may wait; None if none is due."""
         if self._replays is None:
             return None
         return BUSY_SECONDS if self._replays else REPLAY_SECONDS

@@ -25,11 +25,12 @@ class _Visit:
     fresh: int = 0
     """Chunks never seen before."""
     turn: int = 0
-    """How many requests it continues, each of which shares more than half of the one before."""
+    """The number of requests that it continues, each of which shares more than half of the one
+    before."""
     fork_uses: int = 0
-    """How often the last chunk that it shares with earlier requests was used."""
+    """The number of uses of the last chunk that it shares with earlier requests."""
     unshared: int | None = None
-    """How many chunks of the last request that used this chunk it does not share."""
+    """The chunks of the last request that used this chunk which it does not share."""
     pause: int | None = None
     """Time since the request that it continues, as a logarithm."""
     quickness: float = 0.0
@@ -40,7 +41,7 @@ class _Visit:
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """What is remembered of a chunk, even after it has left."""
+    """The facts that are remembered of a chunk, even after it has left."""
 
     visit: _Visit
     depth: int
@@ -68,21 +69,18 @@ class LearnedPolicy(LeafQueuePolicy):
     Until the model has predicted returns better than recency, and whenever it no longer does,
     chunks are evicted least recently used first, with expensive and small chunks staying longer. So
     traffic without any pattern is served as by LRU, and a scan over new text evicts little else.
-
-    ``use_importance`` multiplies the value of a chunk by its :attr:`Entry.importance`.
     """
 
     PROBES = 4
-    """How many per request, of one of its paths: the last chunk and others at random."""
+    """The number per request, of one of its paths: the last chunk and others at random."""
     PATIENCE = 4
     """Chunks that are used, for each one that is queued, before the queue is sorted again."""
     HISTORY = 16
-    """How many evicted chunks are remembered for each chunk in the tier."""
+    """The number of evicted chunks that are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
 
-    def __init__(self, *, use_importance: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._use_importance = use_importance
         self._memories: dict[ChunkKey, _Memory] = {}
         self._left: OrderedDict[ChunkKey, None] = OrderedDict()
         self._model = ReturnModel(self.PROBES)
@@ -217,8 +215,7 @@ class LearnedPolicy(LeafQueuePolicy):
             visit.pause = int(gap) if continues else None
 
     def _density(self, entry: Entry) -> float:
-        density = entry.cost / max(1, entry.nbytes)
-        return density * entry.importance if self._use_importance else density
+        return entry.cost / max(1, entry.nbytes)
 
     def _rank(self, node: Node) -> Rank:
         memory = self._memories[node.entry.key]

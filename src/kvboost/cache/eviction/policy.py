@@ -19,7 +19,7 @@ from kvboost.tokens.hashing import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a policy is told about a chunk."""
+    """The facts about a chunk that a policy is told."""
 
     key: ChunkKey
     parent: ChunkKey
@@ -27,8 +27,6 @@ class Entry:
     nbytes: int
     cost: float
     """The cost of computing it again, in any unit that is the same for all."""
-    importance: float = 1.0
-    """Its importance relative to an ordinary chunk; used only by policies that are told to."""
 
 
 Study = Callable[[], Callable[[], None]]
@@ -58,15 +56,15 @@ class EvictionPolicy(Protocol):
         """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
 
     def study(self) -> Study | None:
-        """What the policy has to learn now, if anything. One that nobody asks learns in the calls
-        above."""
+        """The work of learning that is due now, if any. A policy that nobody asks learns in the
+        calls above."""
 
     def __iter__(self) -> Iterator[ChunkKey]:
         """The chunks in the order of eviction, children before their parents. The first few are
         cheap. Nothing may be changed between two steps."""
 
     def uses(self, key: ChunkKey) -> int:
-        """How often a chunk was used since it was added; being added counts."""
+        """The number of uses of a chunk since it was added; being added counts."""
 
     def __len__(self) -> int: ...
 

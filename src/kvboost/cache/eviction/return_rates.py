@@ -1,4 +1,4 @@
-"""How soon chunks are used again: a model of return rates, learned while serving.
+"""A model of how soon chunks are used again (return rates), learned while serving.
 
 A chunk's rate is a product: the usual rate at its age (the time since its last use), times a factor
 for each of its kinds. That is Cox's proportional hazards model over bins. It is fitted to probes,
@@ -135,8 +135,8 @@ class ReturnModel:
             self._close(probe, now, returned=False)
 
     def quickness(self, cells: Cells, first: int = 0) -> float:
-        """How much faster than usual chunks of these kinds return, as a logarithm. The values of
-        the first respects and of those from number ``first`` on add up."""
+        """The rate at which chunks of these kinds return, relative to usual, as a logarithm. The
+        values of the first respects and of those from number ``first`` on add up."""
         quickness = 0.0 if first else -self._usual
         for row, cell in zip(self._log_factors[first:], cells, strict=False):
             quickness += row[UNKNOWN if cell is None else cell]

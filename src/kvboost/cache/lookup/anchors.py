@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Windows(NamedTuple):
     polynomials: npt.NDArray[np.uint64]
     offsets: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    """Of the chunks, in tokens; 0 if there is no window."""
 
 
 class _Anchors(NamedTuple):
@@ -135,16 +137,24 @@ class AnchorIndex:
                 del donors[number - offset]
             self._counts[value % _SLOTS] -= 1
 
+    def has_any(self, space: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens has the hash of one that anchors a chunk."""
+        hashes = hashes_in(space, window_polynomials(token_ids, self._window))
+        (maybe,) = self._filter[_slots(hashes)].nonzero()
+        return any(value in self._donors for value in hashes[maybe].tolist())
+
     def windows(self, keys: Sequence[ChunkKey]) -> Windows:
         """The windows by which ``keys``, which must be known here, are anchored."""
         some = [self._chunks[key] for key in keys]
         counts = np.array([len(one.offsets) for one in some])
-        are_there = np.arange(counts.max(initial=0)) < counts[:, None]
+        sizes = np.array([one.offsets[-1] + self._window if one.offsets else 0 for one in some])
+        numbers = np.arange(counts.max(initial=0))
+        are_there = numbers < counts[:, None]
         polynomials = np.zeros(are_there.shape, np.uint64)
-        offsets = np.zeros(are_there.shape, np.int64)
         polynomials[are_there] = np.concatenate([one.polynomials for one in some])
-        offsets[are_there] = np.fromiter(chain.from_iterable(one.offsets for one in some), np.int64)
-        return Windows(self._window, polynomials, offsets, counts)
+        offsets = np.minimum(numbers * self._window, sizes[:, None] - self._window)
+        offsets *= are_there
+        return Windows(self._window, polynomials, offsets, counts, sizes)
 
     def find(
         self,
@@ -207,7 +217,7 @@ class AnchorIndex:
                 left = bisect_left(rows, begins[MAX_DONORS - 1] - window + 1, 0, left)
 
     def check_integrity(self) -> list[str]:
-        """What does not add up between chunks, donors and filter; empty when all is well."""
+        """The inconsistencies between chunks, donors and filter; empty when all is well."""
         problems = []
         filed = {
             (value, anchors.number - offset)

@@ -72,10 +72,12 @@ class Catalogue:
         ``token_ids`` makes it useless."""
         return self._tree.leaf_extended_by(parent, token_ids)
 
-    def sibling(self, parent: ChunkKey, token_ids: TokenIds) -> tuple[ChunkKey, int] | None:
+    def sibling(
+        self, parent: ChunkKey, token_ids: TokenIds, order: bytes | None = None
+    ) -> tuple[ChunkKey, int] | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``, and how
-        many those are."""
-        best = self._tree.best_child(parent, token_ids)
+        many those are. ``order``: the tokens as sortable bytes, if they are at hand."""
+        best = self._tree.best_child(parent, token_ids, order)
         return (best.key, best.num_tokens) if best else None
 
     def infos(self) -> dict[ChunkKey, ChunkInfo]:
@@ -85,7 +87,7 @@ class Catalogue:
     def match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str, where: Where
     ) -> KnownRows:
-        """What is known of ``token_ids``: see ``ChunkStore.lookup``. Leaves out what is lost.
+        """The stored rows for ``token_ids``: see ``ChunkStore.lookup``. Leaves out what is lost.
 
         A hit says what its chunk must be: its position follows from the chunks before it, its
         lineage from the branch. A chunk that says otherwise of itself is refused when it is read.
@@ -162,6 +164,10 @@ class Catalogue:
         prefix = [(row, end)] if end > row else []
         return [*prefix, *((run.start, run.end) for run in runs)]
 
+    def may_hold(self, root: ChunkKey, token_ids: TokenIds) -> bool:
+        """Whether a window of these tokens anchors an exact chunk of ``root``."""
+        return self._anchors.has_any(root, token_ids)
+
     def before(self, key: ChunkKey, offset: int, count: int) -> TokenIds:
         """The ``count`` tokens before token ``offset`` of a chunk, as far as they are known."""
         info = self._infos.get(key)
@@ -192,7 +198,7 @@ class Catalogue:
         return not self._tree.has_children(key)
 
     def num_children(self, key: ChunkKey) -> int:
-        """How many chunks continue this one."""
+        """The number of chunks that continue this one."""
         return self._tree.num_children(key)
 
     def check_integrity(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a lookup finds: stored rows and the rows of a prompt they serve."""
+"""The results of a lookup: stored rows and the rows of a prompt they serve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Hit(NamedTuple):
     offset: int = 0
     tier: str = "ram"
     turn: int = 0
-    """How much further its keys are rotated than its rows are moved: see ``ChunkInfo.lag``."""
+    """The distance by which its keys are rotated further than its rows are moved: see
+    ``ChunkInfo.lag``."""
 
     @property
     def end(self) -> int:
@@ -33,7 +34,7 @@ class Hit(NamedTuple):
 
     @property
     def distance(self) -> int:
-        """How far these rows are moved."""
+        """The distance by which these rows are moved."""
         return self.start - (self.chunk.base_position + self.offset)
 
     @property
@@ -67,13 +68,13 @@ class MovedRun:
 
     @property
     def rows_before(self) -> int:
-        """How many rows were before them here or there, whichever are more."""
+        """The number of rows before them, here or there, whichever is larger."""
         first = self.hits[0]
         return max(1, first.start, first.chunk.base_position + first.offset)
 
     @property
     def rows_changed(self) -> float:
-        """How many of ``rows_before`` are not shared."""
+        """The number of ``rows_before`` that are not shared."""
         return (1 - self.resemblance) * self.rows_before
 
     def clip(self, start: int, end: int) -> MovedRun:
@@ -90,8 +91,8 @@ class MovedRun:
 
 @dataclass(frozen=True)
 class KnownRows:
-    """What is known of a prompt. ``exact`` serves its beginning; ``approximate`` continues it in
-    place; ``moved`` runs follow both and may overlap one another."""
+    """The stored rows that serve a prompt. ``exact`` serves its beginning; ``approximate``
+    continues it in place; ``moved`` runs follow both and may overlap one another."""
 
     exact: tuple[Hit, ...] = ()
     approximate: tuple[Hit, ...] = ()

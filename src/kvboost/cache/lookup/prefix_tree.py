@@ -98,11 +98,14 @@ class PrefixTree:
             parent, start = best.key, start + best.num_tokens
         return path
 
-    def best_child(self, parent: ChunkKey, token_ids: TokenIds) -> PrefixMatch | None:
-        """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
+    def best_child(
+        self, parent: ChunkKey, token_ids: TokenIds, order: bytes | None = None
+    ) -> PrefixMatch | None:
+        """The child of ``parent`` that shares most leading tokens with ``token_ids``, which are
+        ``order`` as sortable bytes, if these are at hand."""
         if parent not in self._children:
             return None
-        return self._best_child(parent, token_ids, sortable(token_ids))
+        return self._best_child(parent, token_ids, sortable(token_ids) if order is None else order)
 
     def _best_child(
         self, parent: ChunkKey, token_ids: TokenIds, wanted: bytes

@@ -36,15 +36,14 @@ def resemblances(
     windows = anchors.windows(list(numbers))
     last = max(0, hits[-1].start - windows.length + 1)
     ends = _first_ends(polynomials[:last], windows.polynomials, windows.length)
-    sizes = np.array([infos[key].num_tokens for key in numbers])
-    weights = np.where(windows.counts > 0, sizes / np.maximum(1, windows.counts), 0.0)
+    weights = windows.sizes / np.maximum(1, windows.counts)
 
     path = np.fromiter(chain.from_iterable(paths), np.intp)
     lengths = np.array([len(one) for one in paths])
     begins = lengths.cumsum() - lengths  # of each hit, its own chunk
-    starts = np.array([hit.start for hit in hits])
-    rows = np.array([hit.offset for hit in hits])
-    before = np.array([hit.chunk.base_position for hit in hits]) + rows
+    starts, rows, before = np.array(
+        [(hit.start, hit.offset, hit.chunk.base_position + hit.offset) for hit in hits]
+    ).T
     are_shared = ends[path] <= starts.repeat(lengths)[:, None]
     are_shared[begins] &= windows.offsets[path[begins]] + windows.length <= rows[:, None]
     shared = np.add.reduceat(are_shared.sum(1) * weights[path], begins)
@@ -77,9 +76,11 @@ def _first_ends(
     (rows,) = wanted[_slots(prompt)].nonzero()
     if not len(rows):
         return np.full(windows.shape, _NEVER)
-    values, first = np.unique(prompt[rows], return_index=True)
-    at = np.minimum(np.searchsorted(values, windows), len(values) - 1)
-    return np.where(values[at] == windows, rows[first[at]] + length, _NEVER)
+    values = prompt[rows]
+    order = values.argsort(kind="stable")  # the first of equal ones stays the first
+    values, rows = values[order], rows[order]
+    at = np.minimum(values.searchsorted(windows), len(values) - 1)
+    return np.where(values[at] == windows, rows[at] + length, _NEVER)
 
 
 def _slots(polynomials: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:

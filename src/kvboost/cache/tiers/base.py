@@ -30,7 +30,7 @@ class Tier(Protocol):
 
     @property
     def faults(self) -> dict[str, int]:
-        """What went wrong so far, by kind."""
+        """The faults so far, by kind."""
 
     def get(self, key: ChunkKey) -> KVChunk | None: ...
 
@@ -46,6 +46,6 @@ class Tier(Protocol):
     def keys(self) -> list[ChunkKey]: ...
 
     def infos(self) -> Iterator[ChunkInfo]:
-        """What is there, without the data. May take long for a remote tier."""
+        """The chunks that are there, without their data. May take long for a remote tier."""
 
     def close(self) -> None: ...

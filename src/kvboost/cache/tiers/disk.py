@@ -50,16 +50,17 @@ from kvboost.cache.tiers.quarantine import Quarantine
 from kvboost.tokens.hashing import ChunkKey
 
 LOCK_SECONDS = 10.0
-"""How long a write waits for other processes that write."""
+"""The most seconds that a write waits for other processes that write."""
 REFRESH_SECONDS = 0.05
-"""How often we look for other processes' chunks. Longer than a tick of a file system's clock."""
+"""The seconds between looks for other processes' chunks. Longer than a tick of a file system's
+clock."""
 
 log = logging.getLogger("kvboost")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """How the folder changed since the last look. ``added`` begins with the chunk that was used
+    """The changes of the folder since the last look. ``added`` begins with the chunk that was used
     longest ago."""
 
     added: tuple[ChunkInfo, ...] = ()
@@ -196,7 +197,7 @@ class DiskTier:
             return self._write(chunk.key, data)
 
     def room_for(self, chunk: KVChunk) -> int:
-        """How many bytes a chunk takes here, at most."""
+        """The most bytes that a chunk takes here."""
         return chunk.nbytes + 8 * chunk.info.num_tokens + codec.HEADER_BYTES
 
     def is_blocked(self, key: ChunkKey) -> bool:
@@ -251,7 +252,7 @@ class DiskTier:
                 yield info
 
     def info(self, key: ChunkKey) -> ChunkInfo | None:
-        """What the header of ``key`` says now; None if it cannot be read."""
+        """The present header of ``key``; None if it cannot be read."""
         try:
             with files.real_folder(self._path(key).parent) as folder:
                 return read_info(key, folder, self._secret)
@@ -300,10 +301,7 @@ class DiskTier:
                         self._faults["leftover"] += 1
 
     def _look_into(
-        self,
-        entry: os.DirEntry[str],
-        added: list[tuple[int, ChunkInfo]],
-        gone: list[ChunkKey],
+        self, entry: os.DirEntry[str], added: list[tuple[int, ChunkInfo]], gone: list[ChunkKey]
     ) -> None:
         """Looks at one of the folders."""
         shard = self._contents.shards[entry.name]
@@ -435,7 +433,7 @@ class DiskTier:
 
 
 def _kind(error: OSError) -> str:
-    """What a failed write is counted as."""
+    """The counter of a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "full"
     return "unwritable"

@@ -79,7 +79,7 @@ def read_headers(folder: str, keys: Iterable[ChunkKey], secret: Secret | None) -
 
 
 def read_info(key: ChunkKey, folder: int, secret: Secret | None) -> ChunkInfo:
-    """What the header of a file says. Raises ``OSError`` and ``BadChunk``."""
+    """The header of a file. Raises ``OSError`` and ``BadChunk``."""
     data, status = _read_start(key, folder)
     return codec.info(codec.read_header(data), secret, status.st_size)
 

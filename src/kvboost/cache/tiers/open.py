@@ -26,9 +26,9 @@ class Tiers:
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
     secret: Secret | None = None
-    """What slow tiers sign chunks with, and all names are made with."""
+    """The secret with which slow tiers sign chunks and make names."""
     shards: Shards = ONE_RANK
-    """How ranks share out a chunk."""
+    """The division of a chunk among ranks."""
 
 
 def open_tiers(

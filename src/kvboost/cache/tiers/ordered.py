@@ -18,7 +18,7 @@ READ_AHEAD = 32
 MANY_NEWS = 32
 """With so much to tell a policy, a thread of its own does it."""
 ORDER_SECONDS = 0.05
-"""How long the thread rests after it has put chunks in order: requests come by the hundred each
+"""The rest of the thread after it has put chunks in order: requests come by the hundred each
 second, and it takes the news of all at once."""
 IDLE_SECONDS = 5.0
 """After so long without work, that thread ends."""
@@ -56,7 +56,7 @@ class OrderedTier:
 
     @property
     def used_share(self) -> float:
-        """How much of its budget is taken, of bytes or of chunks."""
+        """The share of its budget that is taken, of bytes or of chunks."""
         of_bytes = self.tier.nbytes / max(1, self.tier.max_bytes)
         return max(of_bytes, len(self) / self._max_chunks if self._max_chunks else 0.0)
 
@@ -171,7 +171,8 @@ class OrderedTier:
 
     @property
     def _ahead(self) -> int:
-        """How many chunks are chosen at a time. In a small tier it is one: the order is exact."""
+        """The number of chunks that are chosen at a time. In a small tier it is one: the order is
+        exact."""
         return 1 + len(self) // READ_AHEAD
 
     def _note(self, call: Callable[..., None], *arguments: Any) -> None:

@@ -25,7 +25,7 @@ class CopiesAside:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
-        """What is read and written, which must stay until its event has happened."""
+        """The tensors that are read and written, which must stay until their event has happened."""
         self._lock = threading.Lock()
 
     def start(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

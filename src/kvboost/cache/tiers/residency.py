@@ -67,7 +67,6 @@ class Residency:
         self.hits: Counter[str] = Counter()
         self._attention_share = attention_share
         self._state_every = state_every
-        self._usual_norm = 0.0
         self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
         self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
@@ -107,7 +106,7 @@ class Residency:
 
     @property
     def used_share(self) -> float:
-        """How much of the memory is taken: the host's, or a GPU's if that is fuller."""
+        """The share of the memory that is taken: the host's, or a GPU's if that is fuller."""
         tiers = (self._in_ram, self._on_gpu)
         return max(tier.used_share for tier in tiers if tier is not None)
 
@@ -327,7 +326,7 @@ class Residency:
             tier.clear()
 
     def in_memory(self) -> set[ChunkKey]:
-        """What is on the GPU or in RAM."""
+        """The chunks that are on the GPU or in RAM."""
         return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
 
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
@@ -436,12 +435,4 @@ class Residency:
             num_tokens = min(info.end, max(self._state_every, num_tokens))
             position = info.end - num_tokens
         cost = recompute_cost(position, num_tokens, self._attention_share)
-        # Keys of small norm are attended to more (Devoto et al. 2024): half the usual norm, twice
-        # as important.
-        importance = 1.0
-        if info.key_norm:
-            self._usual_norm += (
-                0.05 * (info.key_norm - self._usual_norm) if self._usual_norm else info.key_norm
-            )
-            importance = self._usual_norm / info.key_norm
-        return Entry(info.key, info.parent, info.nbytes, cost, importance)
+        return Entry(info.key, info.parent, info.nbytes, cost)

@@ -1,4 +1,4 @@
-"""How ranks share out chunks: memory holds parts of them, slow tiers hold whole ones."""
+"""The division of chunks among ranks: memory holds parts of them, slow tiers hold whole ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvboost.cache.chunk import KVChunk
 
 
 class Shards(Protocol):
-    """How a chunk is shared out. May wait for other processes: call no method with the store's
+    """Divides a chunk among ranks. May wait for other processes: call no method with the store's
     lock held."""
 
     def split(self, chunk: KVChunk) -> KVChunk:

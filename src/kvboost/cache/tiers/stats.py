@@ -1,4 +1,4 @@
-"""What the store and its tiers count. ``as_dict`` gives what ``cache_stats()`` shows."""
+"""The counters of the store and its tiers. ``as_dict`` gives what ``cache_stats()`` shows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RemoteStats:
     faults: Mapping[str, int]
     nbytes: int
     searches: int = 0
-    """How often it was asked for text at any position."""
+    """The number of times it was asked for text at any position."""
     found: int = 0
     """Chunks that these searches found."""
 
@@ -75,7 +75,7 @@ class WriterStats:
 
 @dataclass(frozen=True)
 class MoveStats:
-    """How many chunks moved between tiers or left them."""
+    """The number of chunks that moved between tiers or left them."""
 
     evicted: int = 0
     """Left the last tier."""

@@ -84,7 +84,7 @@ class Transfers:
         """The planned chunks, in order; None for one that is lost or is not what was planned.
         Slow tiers are read ahead while the caller works on earlier chunks. The chunks must be
         held."""
-        at_hand = self._all_at_hand(planned)
+        at_hand = self.at_hand(planned)
         if at_hand is not None:
             yield from at_hand
             return
@@ -195,7 +195,7 @@ class Transfers:
 
     # Reading.
 
-    def _all_at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
+    def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks, if all are in the fastest tier; None otherwise."""
         with self._lock:
             chunks = self._residency.at_hand([info.key for info in planned])

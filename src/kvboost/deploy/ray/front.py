@@ -91,7 +91,7 @@ async def _rest(messages: Any, headers: Mapping[str, str]) -> AsyncGenerator[byt
 
 
 def _scope(request: Request) -> dict[str, Any]:
-    """What the application needs to know of a request, in types that can be sent."""
+    """The facts of a request that the application needs, in types that can be sent."""
     scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
     scope["headers"] = [(bytes(name), bytes(value)) for name, value in request.scope["headers"]]
     client = request.client

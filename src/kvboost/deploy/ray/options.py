@@ -11,7 +11,7 @@ from kvboost.deploy.router import RouterSettings
 
 
 class DeployOptions(BaseModel):
-    """What is deployed. An unknown argument is refused."""
+    """The options of a deployment. An unknown argument is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,9 +22,9 @@ class DeployOptions(BaseModel):
     max_replicas: int | None = Field(None, ge=1)
     """The most processes; Ray Serve then starts and stops them as the load changes."""
     upscale_seconds: float = Field(30.0, ge=0)
-    """How long all replicas must be full, or let requests wait, before one is added."""
+    """The seconds that all replicas must be full, or let requests wait, before one is added."""
     downscale_seconds: float = Field(600.0, ge=0)
-    """How long all replicas must be idle before one is removed."""
+    """The seconds that all replicas must be idle before one is removed."""
     fronts: int = Field(1, ge=1)
     """Processes that read and route requests. Each learns for itself what replicas know."""
     redis: str | None = None

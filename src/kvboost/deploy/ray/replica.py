@@ -96,7 +96,7 @@ class Replica:
             await asyncio.gather(task, return_exceptions=True)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What this replica has read, for routers that did not send it."""
+        """The text that this replica has read, for routers that did not send it."""
         return {
             "number": next(self._reports),
             "marks": self._known.marks.newest(REPORTED_MARKS),

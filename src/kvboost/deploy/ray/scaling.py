@@ -11,7 +11,7 @@ KV_IDLE = 0.2
 
 
 class ScalingContext(Protocol):
-    """What we read of Ray's ``AutoscalingContext``."""
+    """The part of Ray's ``AutoscalingContext`` that we read."""
 
     current_num_replicas: int
     capacity_adjusted_min_replicas: int
@@ -20,7 +20,7 @@ class ScalingContext(Protocol):
 
 
 def autoscaling_stats(serving: Mapping[str, Any]) -> dict[str, float]:
-    """What a replica reports: how full it is, and how many requests wait for room."""
+    """The report of a replica: how full it is, and how many requests wait for room."""
     most = serving.get("max_kv_bytes") or 0
     used = serving["kv_bytes"] / most if most else 0.0
     return {"kv_used": float(used), "waiting": float(serving["waiting"])}

@@ -98,7 +98,7 @@ class VllmServer:
         return said
 
     def _said(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """What the connector says in an answer; empty if there is none."""
+        """The connector's part of an answer; empty if there is none."""
         with self._understood():
             said = (answer.get("kv_transfer_params") or {}).get("kvboost", {})
             return dict(said)

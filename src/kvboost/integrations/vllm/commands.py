@@ -192,7 +192,7 @@ class Commands:
 
 
 def _problem(error: BaseException) -> str:
-    """What a client is told of an error. The log says the rest: clients need no paths."""
+    """The text of an error for a client. The log says the rest: clients need no paths."""
     logger.warning("KVBoost could not do what a command asks", exc_info=error)
     said = error.strerror if isinstance(error, OSError) else None
     return f"{type(error).__name__}{f': {said}' if said else ''}; vLLM's log says more"

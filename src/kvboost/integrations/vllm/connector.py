@@ -11,7 +11,6 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from kvboost.cache.events.layout import medium
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
 from kvboost.integrations.vllm.commands import Commands
+from kvboost.integrations.vllm.later import Ended, Later
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.metrics import Metrics, Stats
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
@@ -37,6 +37,7 @@ from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_
 from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.tally import Tally, usage
 from kvboost.integrations.vllm.worker import Worker
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+LATER_ROWS, IDLE_ROWS = 4096, 32_768
+"""Rows of requests that were put off and are kept together: beside others, and alone."""
+
 logger = init_logger("vllm.kvboost")
 
 
@@ -58,6 +62,8 @@ class Served:
 
     asked: RequestOptions
     salt: str
+    token_ids: TokenIds | None = None
+    """Of its prompt, once they were needed."""
     error: str = ""
     """Why what it asks could not be read."""
     is_kept: bool = True
@@ -65,7 +71,7 @@ class Served:
     planned: tuple[object, Load | None] = (None, None)
     """Its load, after what it was planned for."""
     load: Load | None = None
-    """What was sent to the workers."""
+    """The message that was sent to the workers."""
     is_loading: bool = False
     has_failed: bool = False
     recomputed: int = 0
@@ -96,8 +102,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: BlockPool | None = None
         self._served: dict[str, Served] = {}
         self._step = Step()
-        self._ended: list[Callable[[], None]] = []
-        """What is left to do for requests whose answers are on their way."""
+        self._ended: list[Ended] = []
+        """Requests whose answers are on their way, and of which rows are to be kept."""
+        # What is on disk or remote also serves others, and routers are told what is kept.
+        engine = self._options.engine
+        is_shared = self._is_heard or engine.disk_cache_dir or engine.remote_cache_url
+        self._later = Later(self._page, self._tally.put_off, is_on=not is_shared)
 
     # The scheduler's side.
 
@@ -153,11 +163,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # If vLLM has no pages for a request, it asks in every step.
         asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
         if served.planned[0] != asked:
-            ids = prompt_ids(request.prompt_token_ids or ())
-            load = self._planner.plan(
-                request_id, ids, num_computed_tokens, served.salt, served.asked
-            )
-            served.planned = asked, load
+            served.planned = asked, self._plan(request, served, num_computed_tokens)
         if (load := served.planned[1]) is None:
             return 0, False
         if branch is None and load.exact_rows < load.end:
@@ -166,6 +172,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
             )
         return load.end - num_computed_tokens, True
+
+    def _plan(self, request: Request, served: Served, local: int) -> Load | None:
+        token_ids, salt = request.prompt_token_ids or (), served.salt
+        if not self._planner.may_know(token_ids, local, salt, served.asked):
+            return None
+        if served.token_ids is None:
+            served.token_ids = prompt_ids(token_ids)
+        return self._planner.plan(request.request_id, served.token_ids, local, salt, served.asked)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -176,14 +190,20 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
             served.load, served.is_loading = replace(load, pages=pages), True
             self._tally.start(request.request_id)
+            self._later.on_load()
             self._step.loads.append(served.load)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         self._finish_ended()
+        is_busy = scheduler_output.total_num_scheduled_tokens > 0
+        if not is_busy:
+            self._keep_later(IDLE_ROWS)
         step, self._step = self._step, Step()
-        step.orders = self._commands.take_orders()
-        step.is_busy = scheduler_output.total_num_scheduled_tokens > 0
+        step.orders, step.is_busy = self._commands.take_orders(), is_busy
+        if is_busy:
+            # With the next step: vLLM already names pages that this step is about to compute.
+            self._keep_later(LATER_ROWS)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -229,7 +249,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._tally.cancel(request_id)
             self._step.cancelled.append(request_id)
             return
-        if not served.is_kept or not self._serves(request):
+        if not served.is_kept or served.asked.mode == "off" or not self._serves(request):
             return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
@@ -239,33 +259,40 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             if load is not None and load.first <= exact_rows:
                 exact_rows = max(exact_rows, load.exact_rows)
             exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
+        ids, asked, salt = served.token_ids, served.asked, served.salt
         pages = tuple(block_ids)
-        self._ended.append(lambda: self._keep(request, served, pages, exact_rows, exact_pages))
+        ended = Ended(request, ids, asked, salt, pages, exact_rows, exact_pages)
+        if not self._later.puts_off(ended, len(self._served)):
+            self._ended.append(ended)
 
     def _finish_ended(self) -> None:
         """Enters what ended requests leave. Their answers need not wait for that, so it is done
         when the next step is planned."""
         ended, self._ended = self._ended, []
-        for finish in ended:
-            finish()
+        for one in ended:
+            self._keep(one)
 
-    def _keep(
-        self,
-        request: Request,
-        served: Served,
-        pages: tuple[int, ...],
-        exact_rows: int,
-        exact_pages: int,
-    ) -> None:
-        token_ids = prompt_ids(request.all_token_ids[:exact_rows])
-        asked, salt = served.asked, served.salt
-        keep, replaced = self._planner.keep(token_ids, pages, salt, asked)
+    def _keep_later(self, most_rows: int) -> None:
+        """Enters some requests that were put off, if it is time."""
+        if self._later.is_time(len(self._served)):
+            for one in self._later.take(most_rows, self._page_of):
+                self._keep(one)
+
+    def _page_of(self, page_hash: Any) -> int | None:
+        """The page that vLLM's prefix cache has under a hash."""
+        found = None if self._pool is None else self._pool.get_cached_block(page_hash, [0])
+        return found[0].block_id if found else None
+
+    def _keep(self, ended: Ended) -> None:
+        request, asked, salt = ended.request, ended.asked, ended.salt
+        token_ids = ended.exact_ids()
+        keep, replaced = self._planner.keep(token_ids, ended.pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
-        if asked.mode != "off" and request.cache_salt is None and request.lora_request is None:
+        if request.cache_salt is None and request.lora_request is None:
             # Salts and adapters would have to be published with the blocks.
-            self._planner.announce(request.block_hashes[:exact_pages], token_ids, salt)
+            self._planner.announce(ended.hashes, token_ids, salt)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -289,7 +316,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """What has changed. Workers tell the scheduler's side, which tells all."""
+        """The changes. Workers tell the scheduler's side, which tells all."""
         if self._role is KVConnectorRole.WORKER:
             return None
         changed = self._tally.take(self._planner.num_chunks())
@@ -312,12 +339,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Forgets everything."""
         self._finish_ended()
+        self._later.forget()
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True
 
     def _of(self, request: Request) -> Served:
-        """What is known of a request. It asks for the default if what it says cannot be read."""
+        """The known facts of a request. It asks for the default if what it says cannot be read."""
         request_id = request.request_id
         if (known := self._served.get(request_id)) is not None:
             return known
@@ -334,13 +362,15 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 asked = replace(asked, mode="exact")
         salt = salt_of(request.cache_salt, name)
         is_kept = not self._commands.is_forgetting(salt)
-        served = self._served[request_id] = Served(asked, salt, error, is_kept)
+        served = self._served[request_id] = Served(asked, salt, error=error, is_kept=is_kept)
         return served
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:
-        for one in self._served.values() if command.name == "forget" else ():
-            # Its tokens may be in the rows that requests compute now.
-            one.is_kept &= one.salt != salt
+        if command.name == "forget":
+            self._later.forget(salt)
+            for one in self._served.values():
+                # Its tokens may be in the rows that requests compute now.
+                one.is_kept &= one.salt != salt
         self._commands.begin(request_id, command, salt)
 
     def _serves(self, request: Request) -> bool:
@@ -361,8 +391,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
-        for keep in connector_metadata.keeps:
-            self._worker.keep(keep)
+        if connector_metadata.keeps:
+            self._worker.keep(connector_metadata.keeps)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 

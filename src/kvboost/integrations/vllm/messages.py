@@ -1,4 +1,4 @@
-"""What vLLM's scheduler and its workers tell each other."""
+"""The messages between vLLM's scheduler and its workers."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class Report(KVConnectorWorkerMetadata):
     failed: set[str] = field(default_factory=set)
     """Requests whose rows could not be loaded."""
     tiers: dict[int, dict[str, TierStats]] = field(default_factory=dict)
-    """What the tiers hold, by the worker's rank, if it has changed."""
+    """The contents of the tiers by the worker's rank, if they have changed."""
     replies: dict[str, list[Reply]] = field(default_factory=dict)
     """To orders, by request."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        """What is gone from one worker is gone: each holds some heads of every chunk."""
+        """The report of both. A chunk that one worker has lost is gone: each holds some heads of
+        every chunk."""
         assert isinstance(other, Report)
         replies = {
             request_id: [*self.replies.get(request_id, ()), *other.replies.get(request_id, ())]

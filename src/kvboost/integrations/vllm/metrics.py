@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvboost.integrations.vllm.tally import OUTCOMES, SOURCES, merge
+from kvboost.integrations.vllm.tally import OUTCOMES, PUT_OFF, SOURCES, merge
 
 PREFIX = "vllm:kvboost_"
 """vLLM removes metrics from the registry by their prefix when an engine is made anew."""
@@ -38,8 +38,10 @@ class Stats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log."""
         tokens, loads = self.data.get("tokens", {}), self.data.get("loads", {})
+        later = self.data.get("put_off", {})
         told: dict[str, int | float] = {f"kvboost {name} tokens": tokens[name] for name in tokens}
         told |= {f"kvboost {name} loads": loads[name] for name in loads}
+        told |= {f"kvboost put off and {name} requests": later[name] for name in later}
         if seconds := self.data.get("seconds"):
             told["kvboost seconds of a load"] = round(sum(seconds) / len(seconds), 4)
         if "chunks" in self.data:
@@ -62,6 +64,12 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Requests that KVBoost loaded rows for; failed: vLLM computed them",
             labelnames=[*names, "outcome"],
         )
+        self._put_off = self._counter_cls(
+            name=f"{PREFIX}put_off",
+            documentation="Requests whose rows were to be kept later, because many ran and none "
+            "loaded anything; dropped: vLLM needed their pages first, or others came",
+            labelnames=[*names, "outcome"],
+        )
         self._seconds = self._histogram_cls(
             name=f"{PREFIX}load_seconds",
             documentation="Time from the plan of a load until its rows are in pages",
@@ -80,6 +88,8 @@ class Metrics(KVConnectorPromMetrics):
                 self._tokens.labels(*values, source)
             for outcome in OUTCOMES:
                 self._loads.labels(*values, outcome)
+            for outcome in PUT_OFF:
+                self._put_off.labels(*values, outcome)
             self._seconds.labels(*values)
             self._chunks.labels(*values)
 
@@ -89,6 +99,8 @@ class Metrics(KVConnectorPromMetrics):
             self._tokens.labels(*values, source).inc(rows)
         for outcome, loads in transfer_stats_data.get("loads", {}).items():
             self._loads.labels(*values, outcome).inc(loads)
+        for outcome, requests in transfer_stats_data.get("put_off", {}).items():
+            self._put_off.labels(*values, outcome).inc(requests)
         for seconds in transfer_stats_data.get("seconds", ()):
             self._seconds.labels(*values).observe(seconds)
         if "chunks" in transfer_stats_data:

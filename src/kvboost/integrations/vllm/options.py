@@ -12,7 +12,7 @@ from kvboost.config import EngineConfig, one_of, whole
 from kvboost.errors import ConfigError
 
 MODES = ("repaired", "exact", "off")
-"""What a request may reuse: moved text too, only what begins it, or nothing."""
+"""The modes: a request reuses moved text too, only its beginning, or nothing."""
 STRATEGIES = ("auto", "query", "selective", "none")
 """All but ``cacheblend``, for which forwards in vLLM have no hook."""
 COMMANDS = ("stats", "forget")
@@ -47,7 +47,7 @@ class Options:
 
     engine: EngineConfig
     mode: str = "repaired"
-    """What requests reuse unless they say otherwise: ``"repaired"``, ``"exact"`` or ``"off"``."""
+    """The mode of requests that do not name one: ``"repaired"``, ``"exact"`` or ``"off"``."""
     slice_rows: int = 2048
     """While others run or are loaded, at most so many rows are repaired between steps of vLLM."""
     self_check: bool = True
@@ -86,12 +86,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Command:
-    """What a request asks of the cache instead of an answer: ``{"stats": true}``,
+    """A command to the cache instead of a prompt: ``{"stats": true}``,
     ``{"forget": [[1, 2, 3], ...]}`` with the tokens of texts, or ``{"forget": "everything"}``."""
 
     name: str
     texts: tuple[tuple[int, ...], ...] | None = None
-    """What to forget; None is everything."""
+    """The texts to forget, as token ids; None is everything."""
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Command:
@@ -121,8 +121,8 @@ class Command:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request says in ``kv_transfer_params["kvboost"]``: a mode, or a dict with ``mode``,
-    ``ratio`` and ``boundaries``; or, instead of them, a command."""
+    """The options of a request in ``kv_transfer_params["kvboost"]``: a mode, or a dict with
+    ``mode``, ``ratio`` and ``boundaries``; or, instead of them, a command."""
 
     mode: str
     ratio: float
@@ -131,7 +131,7 @@ class RequestOptions:
 
     @classmethod
     def of_request(cls, extra_args: object, defaults: Options) -> RequestOptions:
-        """What the extra arguments of a request say, whatever its client has sent. Raises
+        """The options in the extra arguments of a request, whatever its client has sent. Raises
         ``ConfigError`` and nothing else: any other exception would stop vLLM for everybody."""
         try:
             extra: Any = extra_args or {}
@@ -178,7 +178,7 @@ class RequestOptions:
 
 
 def _num_items(lists: Sequence[object]) -> int:
-    """How many items these lists have together."""
+    """The number of items of these lists together."""
     return sum(len(one) for one in lists if isinstance(one, Sequence))
 
 

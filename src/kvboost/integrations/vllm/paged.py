@@ -9,7 +9,7 @@ import torch
 
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
@@ -57,18 +57,11 @@ class GatheredMass(Hook):
         self._mass, self._kv, self._num_rows = mass, kv, num_rows
         mass.kv = kv  # type: ignore[assignment]
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if self._mass.bands.number(layer) is None:
             return
         self._kv.gather(layer)
-        self._mass.on_query(layer, query[-self._num_rows :], scale, window, sinks)
+        self._mass.on_query(layer, query[-self._num_rows :], rules)
         if layer == self._mass.bands.last:
             raise EnoughLayers
 

@@ -32,15 +32,17 @@ from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 
 LOAD_SECONDS = 0.006
-"""What moving costs beside its forwards. On an H200 it saved 16 users 4 ms a question of 3,072
+"""The cost of moving beside its forwards. On an H200 it saved 16 users 4 ms a question of 3,072
 tokens, and its forwards alone would have saved 10. On a CPU it hardly counts."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
+GLANCED_ROWS = 4 * LEAST_ROWS
+"""If rows are known after those that vLLM has, some of the first of them are found by content."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself at the start."""
+    """The facts that a worker tells of itself at the start."""
 
     fingerprint: str
     """Of the weights that it holds."""
@@ -80,7 +82,7 @@ class Load:
         return [hit.chunk for hits in (self.hits, *self.copies) for hit in hits]
 
     def failed(self) -> Load:
-        """What is left of it when its rows could not be loaded."""
+        """The rest of it when its rows could not be loaded."""
         return replace(self, end=self.first, in_place=(), moved=(), copies=())
 
     def computed(self) -> list[range]:
@@ -178,15 +180,30 @@ class Planner:
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the tree for these weights and ``salt``."""
-        return root_key(self._fingerprint, salt, secret=self._naming)
+        return _root(self._fingerprint, salt, self._naming)
 
     def repair(self, asked: RequestOptions) -> RepairParams:
-        return replace(self._options.engine.repair, ratio=asked.ratio)
+        usual = self._options.engine.repair
+        return usual if asked.ratio == usual.ratio else replace(usual, ratio=asked.ratio)
+
+    def may_know(
+        self, token_ids: Sequence[int], local: int, salt: str, asked: RequestOptions
+    ) -> bool:
+        """Whether a plan for a prompt whose first ``local`` rows vLLM has could find something to
+        load. Where moved text would not pay, a glance at a few tokens tells: only chunks shorter
+        than a window, one after another, are overlooked."""
+        index, total = self._index, len(token_ids)
+        if index is None or asked.mode == "off" or total - 1 - local < LEAST_ROWS:
+            return False
+        if self._in_remote is not None or self._moved_before(local, total, asked):
+            return True
+        self._refresh()
+        return index.may_hold(self.root(salt), prompt_ids(token_ids[local : local + GLANCED_ROWS]))
 
     def plan(
         self, request_id: str, token_ids: TokenIds, local: int, salt: str, asked: RequestOptions
     ) -> Load | None:
-        """How to load a prompt whose first ``local`` rows vLLM has; None if that would not pay.
+        """The plan to load a prompt whose first ``local`` rows vLLM has; None if it would not pay.
         The last row is always left to vLLM, which needs its logits."""
         index = self._index
         if index is None or asked.mode == "off":
@@ -194,9 +211,7 @@ class Planner:
         self._refresh()
         total, repair, root = len(token_ids), self.repair(asked), self.root(salt)
         ids = token_ids[: total - 1]
-        moved_before = 0
-        if self._moves and asked.mode == "repaired" and self._may_pay(local, total, repair):
-            moved_before = max(0, total - LIVE_TOKENS)
+        moved_before = self._moved_before(local, total, asked)
 
         def lookup() -> KnownRows:
             return index.lookup(root, ids, moved_before=moved_before)
@@ -204,16 +219,25 @@ class Planner:
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
             in_remote = self._in_remote.ask(root, ids, moved_before, lookup)
-        known = lookup()
-        plan = make_plan(total, known, local)
-        if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
-            plan = plan.without_moved()
-        load = self._load(request_id, token_ids, local, plan, repair)
+        known, load = lookup(), None
+        end = known.in_place[-1].end if known.in_place else 0
+        if known.moved or end - local >= LEAST_ROWS:
+            plan = make_plan(total, known, local)
+            if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
+                plan = plan.without_moved()
+            load = self._load(request_id, token_ids, local, plan, repair)
         if load is not None and load.moved:
             load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
         index.remove([key for key in in_remote if key not in used])
         return load
+
+    def _moved_before(self, local: int, total: int, asked: RequestOptions) -> int:
+        """Before which row moved text is looked for; 0 if it is not."""
+        moves = self._moves and asked.mode == "repaired"
+        if not moves or not self._may_pay(local, total, self.repair(asked)):
+            return 0
+        return max(0, total - LIVE_TOKENS)
 
     def _may_pay(self, local: int, total: int, repair: RepairParams) -> bool:
         """Whether moving could pay if all rows from ``local`` on were known and hardly any had to
@@ -229,7 +253,7 @@ class Planner:
     def keep(
         self, token_ids: TokenIds, pages: Sequence[int], salt: str, asked: RequestOptions
     ) -> tuple[Keep | None, list[ChunkKey]]:
-        """What to keep of a request that has ended, and the chunks that this replaces.
+        """The rows to keep of a request that has ended, and the chunks that this replaces.
         ``token_ids`` are those of its exact rows. The others stay in vLLM's pages alone: stored,
         they would push out the text that they were made from."""
         if self._index is None or asked.mode == "off":
@@ -245,7 +269,7 @@ class Planner:
             self._announced.store(hashes, token_ids, known.exact)
 
     def take_announcements(self) -> list[Stored | Removed]:
-        """What to say of blocks that were stored or are gone since the last call."""
+        """The events of blocks that were stored or are gone since the last call."""
         index = self._index
         if index is None or self._announced is None:
             return []
@@ -286,7 +310,7 @@ class Planner:
         return search
 
     def num_chunks(self, salt: str | None = None) -> int:
-        """How many chunks there are, or how many under ``salt``."""
+        """The number of chunks, or of those under ``salt``."""
         if self._index is None:
             return 0
         return len(self._index) if salt is None else len(self._index.infos(self.root(salt)))
@@ -321,6 +345,11 @@ class Planner:
         for info in changes.added:
             if info.key not in self._index:
                 self._index.add(info, "disk")
+
+
+@lru_cache(maxsize=4096)
+def _root(fingerprint: str, salt: str, naming: bytes) -> ChunkKey:
+    return root_key(fingerprint, salt, secret=naming)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What the workers of tensor parallelism agree on.
+"""Agreement between the workers of tensor parallelism.
 
 Each worker holds some heads of every row, and the model's forward adds up what they compute. So a
 forward of ours runs in all of them or in none, over the same rows: they must choose alike, and each

@@ -19,9 +19,9 @@ from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.model.execution.segment import Hook as LayerHook
-from kvboost.reuse.driver import Part, repair_rows
+from kvboost.reuse.driver import repair_rows
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import MovedText, Probe
+from kvboost.reuse.repair import MovedText, RepairStep
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Positions, Shift, Spans
 
@@ -67,25 +67,23 @@ class Repairer:
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
         moved = MovedText(load, total, len(pages.caches))
         shifted = _ShiftedLoad(pages, self._rotation, self._kernels, table)
-        steps = repair_rows(
-            moved, load.repair, shifted, slice_rows, end=load.end, takes_rounds=False
-        )
+        steps = repair_rows(moved, load.repair, shifted, slice_rows, end=load.end)
         while True:
             try:
                 some = next(steps)
             except StopIteration as end:
-                rounds, _ = end.value
+                chosen, _ = end.value
                 break
-            if isinstance(some, Part):
-                self.run(ids, some.positions, table, some.hook)
-                yield len(some.positions)
-            else:
+            if some.is_probe:
                 num_rows = self._probe(some, ids, table)
                 yield WAITS  # a GPU probes while the host goes on with others
                 yield num_rows
-        self.recomputed[load.request_id] = int(rounds.fresh[: load.end].sum())
+            else:
+                self.run(ids, some.positions, table, some.hook)
+                yield len(some.positions)
+        self.recomputed[load.request_id] = int(chosen[: load.end].sum())
 
-    def _probe(self, probe: Probe, ids: torch.Tensor, table: torch.Tensor) -> int:
+    def _probe(self, probe: RepairStep, ids: torch.Tensor, table: torch.Tensor) -> int:
         """Runs a probe; returns its rows. vLLM's own attention knows no absent rows: without
         kernels they are computed with the probe."""
         hook = probe.hook

@@ -1,4 +1,4 @@
-"""How a model in vLLM rotates its keys."""
+"""The rotation of keys of a model in vLLM."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.execution.segment import Hook as LayerHook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class SparseForward:
         token_ids: torch.Tensor,
         rows: torch.Tensor,
         table: torch.Tensor,
-        hook: LayerHook | None = None,
+        hook: Hook | None = None,
         absent: torch.Tensor | None = None,
         *,
         stock: bool = False,
@@ -106,7 +106,7 @@ class SparseForward:
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        hook: LayerHook | None,
+        hook: Hook | None,
         attention: Attention | None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
@@ -150,11 +150,7 @@ class SparseForward:
         return graphs
 
     def _metadata(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        table: torch.Tensor,
+        self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
     ) -> dict[str, Any]:
         """Every run of neighbouring rows as a request of its own, as vLLM's backend wants it."""
         device = self._pages.device
@@ -184,7 +180,7 @@ class SparseForward:
         return metadata
 
     @contextmanager
-    def _hooked(self, hook: LayerHook | None, attention: Attention | None) -> Iterator[None]:
+    def _hooked(self, hook: Hook | None, attention: Attention | None) -> Iterator[None]:
         """``hook`` sees every layer, and ``attention`` serves it. Compiled models are split at
         attention, so this is plain Python there too."""
         impls = [layer.impl for layer in self._pages.layers]
@@ -197,9 +193,9 @@ class SparseForward:
                 del impl.do_kv_cache_update, impl.forward
 
 
-def _observe(impl: Any, number: int, hook: LayerHook | None, attention: Attention | None) -> None:
-    update, forward, scale = impl.do_kv_cache_update, impl.forward, impl.scale
-    sinks = getattr(impl, "sinks", None)
+def _observe(impl: Any, number: int, hook: Hook | None, attention: Attention | None) -> None:
+    update, forward = impl.do_kv_cache_update, impl.forward
+    rules = Rules(impl.scale, sinks=getattr(impl, "sinks", None))
 
     def observed_update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
         if hook is not None:
@@ -210,11 +206,11 @@ def _observe(impl: Any, number: int, hook: LayerHook | None, attention: Attentio
         layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
     ) -> Any:
         if hook is not None:
-            hook.on_query(number, query, scale, sinks=sinks)
+            hook.on_query(number, query, rules)
         if attention is None:
             return forward(layer, query, key, value, cache, metadata, **more)
         out = more["output"]
-        attention(number, query, scale, out.view(query.shape), sinks=sinks)
+        attention(number, query, rules, out.view(query.shape))
         return out
 
     impl.do_kv_cache_update, impl.forward = observed_update, observed_forward

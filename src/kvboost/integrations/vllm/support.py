@@ -1,4 +1,4 @@
-"""What KVBoost does not serve in vLLM: the reasons, as the log gives them at the start."""
+"""The reasons why KVBoost does not serve a model in vLLM, as the log gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector counts: the rows that were loaded, how long that took, and what is stored.
+"""The counters of the connector: the rows that were loaded, how long that took, and what is stored.
 
 It is in vLLM's scheduler process, knows nothing of vLLM, and is not thread-safe.
 """
@@ -17,11 +17,13 @@ SOURCES = ("exact", "moved", "recomputed", "computed")
 """Of the rows of a load. ``moved`` were used as they were stored, ``recomputed`` are moved ones
 that were computed again, and ``computed`` were not known."""
 OUTCOMES = ("loaded", "failed")
+PUT_OFF = ("kept", "dropped")
+"""What becomes of requests whose rows are to be kept later."""
 TIER_FIGURES = ("bytes", "max_bytes", "chunks")
 
 
 def usage(load: Load, recomputed: int) -> dict[str, int]:
-    """What is said of a request in its answer."""
+    """The report on a request in its answer."""
     return {
         "exact_tokens": sum(hit.num_tokens for hit in load.in_place),
         "moved_tokens": load.num_moved,
@@ -64,8 +66,12 @@ class Tally:
         new = {"tokens": dict(+tokens), "loads": dict(loads)}
         merge(self._new, new if failed else {**new, "seconds": [seconds]})
 
+    def put_off(self, outcome: str) -> None:
+        """A request whose rows were to be kept later has been ``kept`` or ``dropped``."""
+        merge(self._new, {"put_off": {outcome: 1}})
+
     def hear(self, tiers: Mapping[int, Mapping[str, TierStats]]) -> None:
-        """What the tiers of some workers hold now, by the worker's rank."""
+        """The present contents of some workers' tiers, by the worker's rank."""
         if tiers:
             self._workers |= {
                 rank: {name: tier.as_dict() for name, tier in of_worker.items()}
@@ -74,7 +80,7 @@ class Tally:
             self._tiers = sum_tiers(list(self._workers.values()), TIER_FIGURES)
 
     def take(self, chunks: int) -> dict[str, Any] | None:
-        """What has changed since the last call, in the form that :func:`merge` takes; None if
+        """The changes since the last call, in the form that :func:`merge` takes; None if
         nothing has. ``chunks`` are stored now."""
         new, self._new = self._new, {}
         now = {"chunks": chunks, "tiers": self._tiers}
@@ -109,7 +115,7 @@ def sum_tiers(
 
 def merge(data: dict[str, Any], later: Mapping[str, Any]) -> None:
     """Adds to ``data`` what was counted ``later``. What is held is replaced."""
-    for name in ("tokens", "loads"):
+    for name in ("tokens", "loads", "put_off"):
         if counted := later.get(name):
             data[name] = dict(Counter(data.get(name, {})) + Counter(counted))
     if seconds := later.get("seconds"):

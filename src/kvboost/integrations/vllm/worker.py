@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -62,6 +62,8 @@ logger = init_logger("vllm.kvboost")
 Some = TypeVar("Some", Hit, ChunkInfo)
 Brought = tuple["list[KVChunk] | None", "torch.cuda.Event | None"]
 """Chunks, None if one is lost, and what must have happened before they are read."""
+Taken = tuple[Sequence[ChunkInfo], "Callable[[], list[torch.Tensor]]"]
+"""Chunks that follow each other, and what gives their rows, in our thread."""
 
 
 class Lost(Exception):
@@ -267,8 +269,10 @@ class Worker:
         the same step: the forwards that follow run in all of them together."""
         infos = load.infos
         coming: Future[Brought] = Future()
-        if self._is_near and self._data.is_ready([info.key for info in infos]):
-            coming.set_result((self._data.fetch(infos), None))
+        if self._is_near and (here := self._data.at_hand(infos)) is not None:
+            # Our thread may have brought some of them for another load, and may be at it still.
+            brought = None if self._stream is None else self._stream.record_event()
+            coming.set_result((here, brought))
         else:
             rows = sum(info.num_tokens for info in infos)
             if is_ahead := rows + sum(self._ahead.values()) <= AHEAD_ROWS:
@@ -334,38 +338,79 @@ class Worker:
 
     # Keeping.
 
-    def keep(self, keep: Keep) -> None:
-        """Copies new rows out of the pages of a request that has ended. vLLM has freed them, so
+    def keep(self, keeps: Sequence[Keep]) -> None:
+        """Copies new rows out of the pages of requests that have ended. vLLM has freed them, so
         this must come before anything that the next step writes; on a GPU, later writes are
         ordered after these reads."""
-        pages = self._open_pages
-        for infos in _batches(keep.infos, COPIED_ROWS):
-            # They follow each other.
-            first, end = infos[0].base_position // pages.size, -(-infos[-1].end // pages.size)
-            copied = pages.copy(to_device(keep.pages[first:end], torch.int64, pages.device))
-            ready = torch.cuda.current_stream().record_event() if pages.on_gpu else None
-            self._thread.submit(self._put, infos, copied, first * pages.size, ready)
+        try:
+            taken = self._take(keeps)
+        except torch.OutOfMemoryError:
+            self._report.gone.update(info.key for keep in keeps for info in keep.infos)
+            return
+        on_gpu = self._open_pages.on_gpu
+        ready = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._thread.submit(self._put, taken, ready)
 
-    def _put(
-        self,
-        infos: Sequence[ChunkInfo],
-        copied: torch.Tensor,
-        start: int,
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        """Runs in our thread. ``copied`` are pages from row ``start`` on."""
+    def _take(self, keeps: Sequence[Keep]) -> list[Taken]:
+        pages = self._open_pages
+        if self._kernels is not None:
+            return _take_together(self._kernels, keeps)
+        return [
+            (infos, partial(_rows_of, pages, _copied(pages, keep.pages, infos), infos))
+            for keep in keeps
+            for infos in _batches(keep.infos, COPIED_ROWS)
+        ]
+
+    def _put(self, taken: Sequence[Taken], ready: torch.cuda.Event | None) -> None:
+        """Runs in our thread."""
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 ready.wait()
-            chunks = []
-            for info in infos:
-                rows = self._open_pages.rows_of(
-                    copied, info.base_position - start, info.end - start
-                ).contiguous()
-                chunks.append(KVChunk(replace(info, nbytes=rows.nbytes), plain(rows)))
-            if self._stream is not None:
-                self._stream.synchronize()  # from now on they may be read on another stream
-            self._data.put(chunks)
+            for infos, rows_of in taken:
+                chunks = [
+                    _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
+                ]
+                if self._stream is not None:
+                    self._stream.synchronize()  # from now on they may be read on another stream
+                self._data.put(chunks)
+
+
+def _chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
+    """The same ``info`` if it says the right size: plans that name it need not be compared."""
+    same = info.nbytes == rows.nbytes
+    return KVChunk(info if same else replace(info, nbytes=rows.nbytes), plain(rows))
+
+
+def _take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
+    """Copies all rows in one launch, into the chunks."""
+    size, table = kernels.pages.size, list[int]()
+    spans: list[tuple[int, int]] = []
+    for keep in keeps:
+        pages = _pages_of(keep.infos, size)
+        before = (len(table) - pages.start) * size
+        spans += [(before + info.base_position, info.num_tokens) for info in keep.infos]
+        table += keep.pages[pages]
+    rows = iter(kernels.take_rows(spans, table))
+    return [(keep.infos, partial(list, [next(rows) for _ in keep.infos])) for keep in keeps]
+
+
+def _copied(pages: Pages, table: Sequence[int], infos: Sequence[ChunkInfo]) -> torch.Tensor:
+    some = table[_pages_of(infos, pages.size)]
+    return pages.copy(to_device(some, torch.int64, pages.device))
+
+
+def _rows_of(pages: Pages, copied: torch.Tensor, infos: Sequence[ChunkInfo]) -> list[torch.Tensor]:
+    """The rows of chunks whose pages were ``copied``, in the order of chunks."""
+    start = _pages_of(infos, pages.size).start * pages.size
+    return [
+        pages.rows_of(copied, info.base_position - start, info.end - start).contiguous()
+        for info in infos
+    ]
+
+
+def _pages_of(infos: Sequence[ChunkInfo], size: int) -> slice:
+    """Which pages of a sequence hold these chunks, which follow each other."""
+    return slice(infos[0].base_position // size, -(-infos[-1].end // size))
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
@@ -376,6 +421,7 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
 
     kernels = GpuKernels(pages, rotation)
     kernels.warm_up(pages.layers[0].impl.num_heads)
+    kernels.take_rows([(0, 1)], [SCRATCH_PAGE])
     return kernels
 
 

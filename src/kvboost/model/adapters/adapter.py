@@ -14,7 +14,7 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to the output of one linear layer: ``rows @ down.T @ up``."""
+    """The change of one linear layer's output by an adapter: ``rows @ down.T @ up``."""
 
     down: torch.Tensor
     """``[rank, in]``"""

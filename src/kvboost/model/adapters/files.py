@@ -33,7 +33,7 @@ from kvboost.model.loading.machine import available_bytes
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT writes before the path of a module."""
+"""The text that PEFT writes before the path of a module."""
 MOST_HEADER_BYTES = 8 << 20
 """For some 40,000 tensors."""
 COPIES_IN_MEMORY = 3
@@ -64,13 +64,13 @@ class ModuleShape:
     """The names of its tensors."""
     up: str
     width: int
-    """How many numbers the module takes, and how many it gives."""
+    """The widths of the module's input and output."""
     height: int
     scale: float
 
 
 class AdapterFiles:
-    """What the files of an adapter say. ``modules`` and ``digest`` read its weights when they are
+    """The contents of an adapter's files. ``modules`` and ``digest`` read its weights when they are
     first asked for; they raise AdapterError if the file is damaged or has changed meanwhile."""
 
     def __init__(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ from kvboost.model.execution.partial_attention import MOST_WEIGHTS, attend_part,
 from kvboost.model.execution.segment import (
     GRID,
     ChunkWindow,
+    Rules,
     Segment,
     grid_of,
     round_up,
@@ -51,7 +52,7 @@ OWN = "kvboost_attention"
 
 
 class LayerAttention(Protocol):
-    """Attention of one layer over rows that are no keys and values (``model/execution/latent.py``)."""
+    """Attention of one layer over rows that are no keys and values (``latent.py``)."""
 
     def attend(
         self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
@@ -111,51 +112,34 @@ class Batch:
         if self.kernels is not None:
             self.kernels.write(self.plan, layer, keys, values)
 
-    def show(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
         if not self.has_hooks:
             return
         for segment, q in zip(self.segments, split(query, self.segments), strict=True):
             if segment.hook is not None:
-                segment.hook.on_query(layer, rows_first(q), scale, segment.hides(window), sinks)
+                segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
             if segment.until == layer:
                 raise StopForward
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         """Attention of ``query``, ``[1, heads, total, dim]``; returns ``[1, total, heads, dim]``.
-        ``key`` and ``value`` are the fresh rows, which have been written. ``sinks``, ``[heads]``:
-        one more score of each head, whose value is zero."""
+        ``key`` and ``value`` are the fresh rows, which have been written."""
         segments = self.segments
-        windowed = any(segment.hides(window) for segment in segments)
-        if self.kernels is not None and softcap is None and not windowed:
-            return self.kernels.attend(self.plan, layer, query, scale, sinks)
+        windowed = any(segment.hides(rules.window) for segment in segments)
+        if self.kernels is not None and rules.softcap is None and not windowed:
+            return self.kernels.attend(self.plan, layer, query, rules.scale, rules.sinks)
         queries = split(query, segments)
         outputs: dict[int, torch.Tensor] = {}
-        if softcap is None:
-            outputs = shared_attention.attend_groups(queries, segments, layer, scale, window, sinks)
+        if rules.softcap is None:
+            outputs = shared_attention.attend_groups(queries, segments, layer, rules)
         fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
         for index, (segment, q, k, v) in enumerate(fresh):
             if index not in outputs:
-                rules = scale, segment.hides(window), softcap, sinks
                 read = partial(segment.kv.layer, layer)
-                outputs[index] = attend_segment(segment, q, k, v, read, *rules)
+                outputs[index] = attend_segment(segment, q, k, v, read, segment.narrow(rules))
         rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
         packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
         return packed.contiguous()
@@ -198,8 +182,9 @@ def attend(
     # A rank of a model that is split has the sinks of its heads, as part of all of them.
     to_local = getattr(s_aux, "to_local", None)
     sinks = s_aux if to_local is None else to_local()
-    batch.show(layer, query, scale, window, sinks)
-    out = batch.attend(layer, query, key, value, scale, window, softcap, sinks)
+    rules = Rules(scale, window, softcap, sinks)
+    batch.show(layer, query, rules)
+    out = batch.attend(layer, query, key, value, rules)
     batch.pause()
     return out, None
 
@@ -239,14 +224,12 @@ def attend_segment(
     key: torch.Tensor,
     value: torch.Tensor,
     read: Read,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None = None,
+    rules: Rules,
 ) -> torch.Tensor:
     """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
+    scale, window, softcap, sinks = rules
     rows, on_cpu = len(segment), query.device.type == "cpu"
     is_latent = segment.kv.shape.of(0).sides == 1
     # GPUs have no kernels for so wide rows, and torch would copy them for each query head.
@@ -254,7 +237,7 @@ def attend_segment(
     is_written_out = sinks is not None or is_wide
     is_masked = not segment.is_plain or window is not None or softcap is not None
     if is_masked or (is_written_out and rows > 1):
-        return _attend_blocks(query, segment, read, window, scale, softcap, sinks)
+        return _attend_blocks(query, segment, read, rules)
     if segment.first == 0 and not is_written_out:
         # A sequence from its first token: the very call that stock transformers makes.
         if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
@@ -270,7 +253,7 @@ def attend_segment(
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:
         return _attend_padded(query, segment, read, scale)
-    return _attend_blocks(query, segment, read, window, scale, softcap)
+    return _attend_blocks(query, segment, read, rules)
 
 
 def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: float) -> torch.Tensor:
@@ -283,16 +266,9 @@ def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: flo
     return out[:, :, segment.first : segment.end]
 
 
-def _attend_blocks(
-    query: torch.Tensor,
-    segment: Segment,
-    read: Read,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _attend_blocks(query: torch.Tensor, segment: Segment, read: Read, rules: Rules) -> torch.Tensor:
     """A segment with an explicit mask, block by block."""
+    scale, window, softcap, sinks = rules
     outputs = []
     for block in segment.blocks(window, query):
         keys, values = read(block.first_key, block.end_key)

@@ -1,4 +1,4 @@
-"""What transformers sees as ``past_key_values``.
+"""The caches that transformers sees as ``past_key_values``.
 
 A model may have layers without KV of their own: layers that read what an earlier layer stored, and
 layers of another kind. KVBoost numbers those that have KV from zero on; ``layers`` gives the number
@@ -127,7 +127,7 @@ class ScanCache(StatefulCache):
 
 @dataclass(frozen=True)
 class Observed:
-    """What a model gave for one token, once for each position that was asked for."""
+    """The keys and values that a model gave for one token, at each position that was asked for."""
 
     shape: AnyShape
     """Of its KV."""
@@ -139,7 +139,7 @@ class Observed:
     value, the row."""
     values: list[torch.Tensor]
     states: StateShape
-    """What layers without rows hold, or layers beside their rows."""
+    """The states of layers without rows, or of layers beside their rows."""
 
 
 class ShapeProbe(StateCalls, PackedCache):

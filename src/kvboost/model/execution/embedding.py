@@ -161,9 +161,7 @@ def normalised(rows: torch.Tensor) -> npt.NDArray[np.float32]:
     return unit
 
 
-def run_steps(
-    steps: Generator[None, None, npt.NDArray[np.float32]],
-) -> npt.NDArray[np.float32]:
+def run_steps(steps: Generator[None, None, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
     """All steps at once."""
     while True:
         try:

@@ -24,14 +24,7 @@ from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.native.adapters import ChangeTables
 from kvboost.model.native.decoder import KINDS, AnyProduct, DecoderLayer
-from kvboost.model.native.layers import (
-    BLOCK,
-    Product,
-    can_halve,
-    can_multiply,
-    can_norm,
-    rms_norm,
-)
+from kvboost.model.native.layers import BLOCK, Product, can_halve, can_multiply, can_norm, rms_norm
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.products import joint_product
@@ -43,7 +36,7 @@ FEW_ROWS = 384
 MEMORY_SHARE = 0.25
 """The copies may take this share of the machine's memory; if they would take more, none is made."""
 ROUNDING = 2**-6
-"""How far the output of one of our layers may be from the original's, in bf16."""
+"""The largest distance of our layers' output from the original's, in bf16."""
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -53,7 +46,7 @@ TOGETHER = (QKV, GATED)
 
 @dataclass
 class FastLayers:
-    """What was packed of a model, and for which modules."""
+    """The packed copies of a model's weights, by module."""
 
     num_linears: int = 0
     num_bytes: int = 0
@@ -189,7 +182,7 @@ def pack_layers(model: nn.Module) -> FastLayers:
 
 
 def _copy_bytes(weight: torch.Tensor) -> int:
-    """How much memory the packed copy takes, judged by its first rows."""
+    """The memory that the packed copy takes, judged by its first rows."""
     return weight.nbytes // 2 if can_halve(weight[:BLOCK]) else weight.nbytes
 
 

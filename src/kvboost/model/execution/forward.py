@@ -33,6 +33,7 @@ from kvboost.model.execution.caches import (
     StatefulCache,
     observe,
 )
+from kvboost.model.execution.experts import Experts
 from kvboost.model.execution.fast_layers import FastLayers, decoder_layers
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
@@ -58,7 +59,7 @@ log = logging.getLogger("kvboost")
 PROBED = 8
 """Rows that show whether our layers do what the model's do."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
-"""How far the logits may be apart after all layers, relative to the largest."""
+"""The largest distance of logits after all layers, relative to the largest logit."""
 QUANTIZED_ROUNDING = 2**-4
 """The same for quantised weights: a number that falls to the other side when rows are rounded to 8
 bits makes others do so in later layers."""
@@ -104,12 +105,13 @@ class Forward:
         self.lock = threading.RLock()
         self._deep: DeepFeatures | None = None
         self._depth = 0
-        """How many forwards have begun and not ended: one within the other."""
+        """The number of forwards that have begun and not ended: one within the other."""
         self.between_parts: Callable[[], None] | None = None
         """Called between the parts of forwards on a CPU, in the thread that runs them: before each
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._latents = latent_layers(model) if latent else []
+        self._experts = None if streams else Experts.of(model)
         self.release()  # another engine may have bound it
         key_scales.fold(model)
         self.observed = observe(model, probed_positions, latent=latent)
@@ -151,7 +153,7 @@ class Forward:
     def _furthest_layer(
         self, layers: Mapping[nn.Module, DecoderLayer], probe: Sequence[Segment]
     ) -> float:
-        """How far one of our layers is from the model's own on the same rows. With quantised
+        """The distance of one of our layers from the model's own on the same rows. With quantised
         weights, rows are rounded to 8 bits, so that small differences grow from layer to layer."""
         distances: list[torch.Tensor] = []
         for layer, ours in layers.items():
@@ -174,15 +176,16 @@ class Forward:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have KV of their own and of one shape, keys and values."""
-        alike = isinstance(self.shape, KVShape) and self.shape.sides == 2
+        alike = len(self.shape.groups) == 1 and self.shape.groups[0].sides == 2
         all_layers = range(self.model.config.get_text_config().num_hidden_layers)
         return alike and list(self.layers) == list(all_layers)
 
     @property
     def uniform_shape(self) -> KVShape:
         """The shape of all layers, for what serves only models in which they are alike."""
-        assert isinstance(self.shape, KVShape) and self.shape.sides == 2
-        return self.shape
+        (shape,) = self.shape.groups
+        assert shape.sides == 2
+        return shape
 
     @property
     def device(self) -> torch.device:
@@ -200,7 +203,9 @@ class Forward:
         return self._kernels is not None
 
     def bind(self) -> None:
-        """Makes the model use our attention."""
+        """Makes the model use our attention and our experts."""
+        if self._experts is not None:
+            self._experts.bind()
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
@@ -209,8 +214,10 @@ class Forward:
                 latent.bind()
 
     def release(self) -> None:
-        """Restores the model's own attention."""
+        """Restores the model's own attention and experts."""
         with self.lock:
+            if self._experts is not None:
+                self._experts.release()
             if not self.streams:
                 key_scales.unfold(self.model)
             if self.model.config._attn_implementation == attention.NAME:
@@ -302,7 +309,7 @@ class Forward:
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         mask: TokenMask | None = None,
     ) -> Sampler:
-        """What picks the tokens of a request, among those that a mask allows."""
+        """The sampler of a request, among the tokens that a mask allows."""
         return Sampler(params, defaults, prompt_ids, self.shape.device, mask)
 
     def run_rows(
@@ -333,6 +340,12 @@ class Forward:
         return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        if self._experts is not None and self._runs_as_stock(segments):
+            with self._experts.as_stock():
+                return self._run_with_our_attention(segments)
+        return self._run_with_our_attention(segments)
+
+    def _run_with_our_attention(self, segments: Sequence[Segment]) -> torch.Tensor:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 

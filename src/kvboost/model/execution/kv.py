@@ -66,7 +66,7 @@ class RequestKV:
     """
 
     adapter: AppliedAdapter | None = None
-    """What the request's rows are computed with."""
+    """The adapter that the request's rows are computed with."""
     shares = True
     """Whether other requests may read its first rows."""
     changes_rows = True
@@ -209,7 +209,7 @@ class RequestKV:
 
     @property
     def spared_bytes(self) -> int:
-        """What this request would need in addition if it shared nothing."""
+        """The bytes that this request would need in addition if it shared nothing."""
         if self.base is None or self.base.data is self.data:
             return 0
         return self.base.count * self.shape.row_bytes
@@ -246,10 +246,7 @@ class RequestKV:
                 [theirs[layer].narrow(2, start, shared), own[layer][:, :, : end - start - shared]],
                 2,
             )
-            for theirs, own in (
-                (self.base.keys, self._keys),
-                (self.base.values, self._values),
-            )
+            for theirs, own in ((self.base.keys, self._keys), (self.base.values, self._values))
         )
 
 
@@ -323,7 +320,7 @@ class KVPool:
             self._give(kv)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with what no request has; nothing, where requests have buffers."""
+        """The problems of memory that no request has; none, where requests have buffers."""
         return []
 
     def count_states(self, nbytes: int, every: int) -> None:
@@ -336,7 +333,7 @@ class KVPool:
         return self._state_bytes * (2 + num_tokens // self._state_every)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """How much memory ``lend`` would use now for so many rows of a request's own."""
+        """The memory that ``lend`` would use now for so many rows of a request's own."""
         if self.far is not None and self.far.takes(num_tokens):
             return self.far.near_bytes
         with self._lock:

@@ -30,6 +30,15 @@ class KVShape:
         """The channels of a query head in all layers together."""
         return self.num_layers * self.head_dim
 
+    @property
+    def groups(self) -> tuple[KVShape, ...]:
+        """As those of :class:`MixedShape`: there is one."""
+        return (self,)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        return tuple((0, layer) for layer in range(self.num_layers))
+
     def of(self, layer: int) -> KVShape:
         """The shape of the layers like ``layer``."""
         return self

@@ -24,7 +24,7 @@ from torch.nn.functional import linear, pad
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.execution.attention import OWN, Batch, attend_segment
 from kvboost.model.execution.fast_layers import FrozenLinear, PackedLinear
-from kvboost.model.execution.segment import Segment, grid_of, round_up, split
+from kvboost.model.execution.segment import Rules, Segment, grid_of, round_up, split
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import Delta
@@ -111,7 +111,7 @@ class LatentAttention:
         have been written. Hooks see absorbed queries."""
         segments = batch.segments
         if batch.has_hooks:
-            batch.show(layer, self._absorb(query, segments), scale)
+            batch.show(layer, self._absorb(query, segments), Rules(scale))
         expanded = [self.expands(len(segment), segment.end) for segment in segments]
         if not any(expanded):
             return self._attend_absorbed(batch, layer, query, rows, scale)
@@ -144,7 +144,7 @@ class LatentAttention:
         self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
     ) -> torch.Tensor:
         absorbed = self._absorb(query, batch.segments)
-        out = batch.attend(layer, absorbed, rows, rows, scale, None, None)
+        out = batch.attend(layer, absorbed, rows, rows, Rules(scale))
         latents = out[0, :, :, self._rotated :].transpose(0, 1)
         values = torch.matmul(latents, self._weights()[:, self._plain :].mT)
         for some, delta in self._deltas(batch.segments):
@@ -176,7 +176,7 @@ class LatentAttention:
             asked = _widened(query[:, heads], self._width)
             read = partial(_between, keys, values)
             fresh = read(segment.first, segment.end) if segment.is_plain else (asked, asked)
-            out = attend_segment(segment, asked, *fresh, read, scale, None, None)
+            out = attend_segment(segment, asked, *fresh, read, Rules(scale))
             outputs.append(out[..., : self._value].transpose(1, 2))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -195,8 +195,8 @@ class LatentAttention:
         return _widened(keys, self._width), _widened(values, self._width)
 
     def _weights(self) -> torch.Tensor:
-        """What expands a latent to keys and values, ``[heads, plain + value, latent]``. The layer
-        has a plain weight, or is asked for the rows of one once."""
+        """The weights that expand a latent to keys and values, ``[heads, plain + value, latent]``.
+        The layer has a plain weight, or is asked for the rows of one once."""
         layer = self._module.kv_b_proj
         if type(layer) in _PLAIN and layer.weight.is_floating_point():
             weight = layer.weight
@@ -213,7 +213,8 @@ class LatentAttention:
         return delta.up.view(len(delta.up), self._heads, -1).transpose(0, 1)
 
     def _deltas(self, segments: Sequence[Segment]) -> Iterator[tuple[slice, Delta]]:
-        """What adapters change of the expansion, with the rows of the segments that have them."""
+        """The changes of the expansion by adapters, with the rows of the segments that have
+        them."""
         end = 0
         for segment in segments:
             first, end = end, end + len(segment)
@@ -223,7 +224,7 @@ class LatentAttention:
 
 
 def _unchanged(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a module calls in place of ``expand_kv``."""
+    """The function that a module calls in place of ``expand_kv``."""
     return keys, values
 
 

@@ -143,6 +143,6 @@ class _MixedPool(KVPool):
 
 
 def make_pool(shape: AnyShape, max_idle: int) -> KVPool:
-    """What lends KV of this shape."""
+    """The pool that lends KV of this shape."""
     kind = _MixedPool if isinstance(shape, MixedShape) else KVPool
     return kind(shape, max_idle)  # type: ignore[arg-type]

@@ -70,5 +70,5 @@ def count_sinks(part: Part, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def sink_shares(weight: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """What is left of the weights of all keys, whose log-sum-exp is ``weight``, beside a sink."""
+    """The share that is left beside a sink to all keys, whose log-sum-exp is ``weight``."""
     return torch.sigmoid(weight - sinks)

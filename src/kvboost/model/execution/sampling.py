@@ -242,10 +242,7 @@ class RuledOut:
 
 
 def _processors(
-    params: SamplingParams,
-    defaults: GenerationConfig,
-    prompt_tokens: int,
-    mask: TokenMask | None,
+    params: SamplingParams, defaults: GenerationConfig, prompt_tokens: int, mask: TokenMask | None
 ) -> LogitsProcessorList:
     """The processors, in the order in which transformers applies them; a mask comes after the
     penalties."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -34,6 +34,17 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
     return keys <= queries - window
 
 
+class Rules(NamedTuple):
+    """The rules of a layer's attention. A row sees the last ``window`` keys up to its own. Scores
+    pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score of each
+    head, whose value is zero."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ImageRows:
     """The rows of a segment that are rows of images: the model is given features, and no tokens."""
@@ -57,22 +68,23 @@ class Hook:
     kind: str | None = None
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None
-    """What another rank makes the same hook of, if it can."""
+    """The arguments of which another rank makes the same hook, if it can."""
+    is_complete: Callable[[], bool] | None = None
+    """Whether it has seen all, if a GPU may still be at it."""
+    averages = False
+    """Whether what it observes is the mean over heads, and not the sum."""
+
+    def observed(self) -> torch.Tensor | None:
+        """What it has found out about the heads of this rank; None if it finds out nothing."""
+        return None
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Called before the segment's fresh rows, ``[rows, kv_heads, dim]``, are written over what
         ``kv`` holds at their positions."""
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         """Called before attention of ``query``, ``[rows, heads, dim]``; the fresh rows are in
-        place. ``sinks``, ``[heads]``: one more score of each head, whose value is zero."""
+        place."""
 
 
 @dataclass
@@ -151,14 +163,20 @@ class Segment:
         return () if self.images is None else self.images.ahead
 
     def num_before(self, position: int) -> int:
-        """How many of its rows are before ``position``."""
+        """The number of its rows before ``position``."""
         if isinstance(self.positions, range):
             return min(max(position - self.positions.start, 0), len(self))
         return int((self.positions < position).sum())
 
-    def hides(self, window: int | None) -> int | None:
-        """The window of a layer, if it hides any key from this segment."""
-        return window if window and self.end > window else None
+    def hides(self, window: int | None) -> bool:
+        """Whether the window of a layer hides any key from this segment."""
+        return bool(window) and self.end > window  # type: ignore[operator]
+
+    def narrow(self, rules: Rules) -> Rules:
+        """The rules of a layer without a window that hides nothing from this segment."""
+        if rules.window is None or self.hides(rules.window):
+            return rules
+        return rules._replace(window=None)
 
     @cached_property
     def corner(self) -> CausalBias | None:
@@ -236,7 +254,7 @@ class Block:
 
 
 def grid_of(like: torch.Tensor) -> int:
-    """What numbers of rows and keys are rounded up to for tensors like this one."""
+    """The grid to which numbers of rows and keys are rounded up for tensors like this one."""
     return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvboost.model.execution.partial_attention import Part, attend_part, count_sinks, merge_parts
-from kvboost.model.execution.segment import Block, Segment
+from kvboost.model.execution.segment import Block, Rules, Segment
 
 FOLDED_ROWS = 64
 """Up to so many rows, FlashAttention gets the query heads that share a head of keys as rows of one
@@ -21,19 +21,14 @@ matrix; of more rows it has tiles enough."""
 
 
 def attend_groups(
-    queries: Sequence[torch.Tensor],
-    segments: Sequence[Segment],
-    layer: int,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    queries: Sequence[torch.Tensor], segments: Sequence[Segment], layer: int, rules: Rules
 ) -> dict[int, torch.Tensor]:
     """Attention of the segments that share rows, by their indices. Leaves out segments from which
-    a ``window`` hides some of these rows, and a segment that is the only one on its rows and has
-    them all in one buffer. ``sinks``: see :func:`count_sinks`."""
+    a window hides some of these rows, and a segment that is the only one on its rows and has
+    them all in one buffer."""
     groups: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
-        sees_all = segment.is_plain and not (window and segment.end > window)
+        sees_all = segment.is_plain and not segment.hides(rules.window)
         if segment.kv.base is not None and sees_all:
             groups.setdefault(id(segment.kv.base), []).append(index)
     outputs: dict[int, torch.Tensor] = {}
@@ -41,29 +36,25 @@ def attend_groups(
         if len(members) > 1 or segments[members[0]].kv.start:
             own = [queries[index] for index in members]
             sharing = [segments[index] for index in members]
-            together = _attend_group(own, sharing, layer, scale, sinks)
+            together = _attend_group(own, sharing, layer, rules)
             outputs.update(zip(members, together, strict=True))
     return outputs
 
 
 def _attend_group(
-    queries: Sequence[torch.Tensor],
-    segments: Sequence[Segment],
-    layer: int,
-    scale: float,
-    sinks: torch.Tensor | None,
+    queries: Sequence[torch.Tensor], segments: Sequence[Segment], layer: int, rules: Rules
 ) -> Sequence[torch.Tensor]:
     """Attends to the shared rows once for all, to each segment's own rows, and merges both."""
     base = segments[0].kv.base
     assert base is not None
     parts = [
-        attend_own(query, segment, layer, scale)
+        attend_own(query, segment, layer, rules.scale)
         for query, segment in zip(queries, segments, strict=True)
     ]
     query = torch.cat(list(queries), dim=2)
     own = (torch.cat([out for out, _ in parts], 2), torch.cat([weight for _, weight in parts], 2))
-    merged = merge_parts(base.attend(layer, query, scale), own)
-    out = count_sinks(merged, sinks).to(query.dtype)
+    merged = merge_parts(base.attend(layer, query, rules.scale), own)
+    out = count_sinks(merged, rules.sinks).to(query.dtype)
     return out.split([len(segment) for segment in segments], 2)
 
 

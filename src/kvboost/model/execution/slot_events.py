@@ -30,7 +30,7 @@ class SlotEvents:
             self.filled[slot].record(self.stream)
 
     def wait(self, slot: int) -> None:
-        """What is computed from now on finds the slot filled."""
+        """Computations from now on find the slot filled."""
         torch.cuda.current_stream(self._device).wait_event(self.filled[slot])
 
     def release(self, slot: int) -> None:

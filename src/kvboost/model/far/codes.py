@@ -153,7 +153,7 @@ class CodedRows(FarRows):
 
 
 def coded_bytes(shape: KVShape, codec: RowCodec, num_rows: int) -> int:
-    """What so many rows take."""
+    """The bytes that so many rows take."""
     blocks = -(-num_rows // BLOCK)
     return shape.num_layers * blocks * CodeLayout(shape, codec).block_bytes
 

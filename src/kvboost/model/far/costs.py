@@ -1,4 +1,4 @@
-"""How long attending to far rows takes: learned while requests run."""
+"""The time that attending to far rows takes: learned while requests run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 32
 """Shares are multiples of one over this, and only change by more than one step: rows that are
 loaded ahead are then those that are needed."""
 _KEPT = 15
-"""How many measurements of each kind count."""
+"""The number of measurements of each kind that count."""
 
 
 class FarCosts:

@@ -74,7 +74,7 @@ class FarKV(RequestKV):
 
     @property
     def far_rows(self) -> int:
-        """How many of the first rows are far."""
+        """The number of first rows that are far."""
         return self._written if self._is_whole else self.own_start
 
     def prepare(self, first: int, end: int) -> None:

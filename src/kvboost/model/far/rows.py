@@ -43,7 +43,7 @@ class FarRows(SharedRows):
         return self._shorter_rows
 
     def source(self, layer: int, start: int, end: int) -> torch.Tensor:
-        """What must be copied to the device to attend to rows ``[start, end)`` there."""
+        """The tensors to copy to the device to attend to rows ``[start, end)`` there."""
         return self.data[:, layer, :, start:end]
 
     def unpack(
@@ -55,5 +55,5 @@ class FarRows(SharedRows):
 
     @property
     def layer_bytes(self) -> int:
-        """What attending to one layer reads."""
+        """The bytes that attending to one layer reads."""
         return self.data[:, 0, :, : self.count].nbytes

@@ -18,7 +18,7 @@ SLOTS = 2
 
 
 class Transfers(Protocol):
-    """How rows get into slots. A slot is released at first, and then goes through load, wait and
+    """Fills slots with rows. A slot is released at first, and then goes through load, wait and
     release again and again."""
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -26,36 +26,30 @@ class Transfers(Protocol):
         was computed from it before is done."""
 
     def wait(self, slot: int) -> None:
-        """What is computed from now on reads what was loaded."""
+        """Computations from now on read what was loaded."""
 
     def release(self, slot: int) -> None:
-        """What has been started so far is all that reads the slot."""
+        """No computation that starts later reads the slot."""
 
 
-class CudaTransfers:
+class CudaTransfers(SlotEvents):
     """Copies in a stream of their own, while the device computes; their times are observed."""
 
     def __init__(self, device: torch.device, costs: FarCosts) -> None:
-        self._events = SlotEvents(SLOTS, device, timed=True)
+        super().__init__(SLOTS, device, timed=True)
         self._begun = [torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)]
         self._costs = costs
         self._num_bytes = [0] * SLOTS
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
         self._observe(slot)
-        with self._events.filling(slot):
-            self._begun[slot].record(self._events.stream)
+        with self.filling(slot):
+            self._begun[slot].record(self.stream)
             copy_rows(source, target)
         self._num_bytes[slot] = target.nbytes
 
-    def wait(self, slot: int) -> None:
-        self._events.wait(slot)
-
-    def release(self, slot: int) -> None:
-        self._events.release(slot)
-
     def _observe(self, slot: int) -> None:
-        filled = self._events.filled[slot]
+        filled = self.filled[slot]
         if self._num_bytes[slot] and filled.query():
             seconds = self._begun[slot].elapsed_time(filled) / 1e3
             self._costs.observe_stream(self._num_bytes[slot], seconds)
@@ -77,7 +71,7 @@ class Slots:
         self._num_layers = shape.num_layers
         self._transfers = transfers
         self._loading: deque[tuple[tuple[int, int, int, int], int, torch.Tensor]] = deque()
-        """What was asked for, in order: its key, its slot, and its place in it."""
+        """The parts asked for, in order: key, slot, and place in it."""
         self._free = deque(range(SLOTS))
         self._first = 0
         self._is_stale = False

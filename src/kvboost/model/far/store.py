@@ -45,7 +45,7 @@ class FarStore:
         self._numbers = count()
         self._lock = threading.Lock()
         self.num_lent = 0
-        """How many requests have had far rows."""
+        """The number of requests that have had far rows."""
 
     @property
     def used_bytes(self) -> int:

@@ -21,7 +21,7 @@ GRID = 64
 
 
 class Costs(Protocol):
-    """What decides how far rows are divided: see :class:`FarCosts`."""
+    """The model by which far rows are divided: see :class:`FarCosts`."""
 
     def observe_host(self, num_bytes: int, num_queries: int, seconds: float) -> None: ...
 
@@ -37,7 +37,7 @@ class StreamedAttention:
         self._host = host
         self._division: tuple[tuple[int, int, int], int] | None = None
         self.num_streamed = self.num_on_host = 0
-        """How often a layer was attended to by either method; by both counts as both."""
+        """The number of times a layer was attended to by either method."""
 
     def attend(self, rows: FarRows, layer: int, query: torch.Tensor, scale: float) -> Part:
         on_host = self._num_on_host(rows, layer, query.shape[2])
@@ -61,7 +61,8 @@ class StreamedAttention:
             self._host.forget()
 
     def _num_on_host(self, rows: FarRows, layer: int, num_queries: int) -> int:
-        """How many of the first rows the host attends to: the same in all layers of a forward."""
+        """The number of first rows that the host attends to: the same in all layers of a
+        forward."""
         if self._host is None or num_queries > MOST_HOST_QUERIES:
             return 0
         key = (rows.data.data_ptr(), rows.count, num_queries)

@@ -1,2 +1,2 @@
-"""What a model would need and how fast it would be on this machine, from the headers of its files:
+"""Estimates of a model's memory and speed on this machine, from the headers of its files:
 nothing is loaded, and no weights are downloaded."""

@@ -1,4 +1,4 @@
-"""How fast this machine moves weights: measured once, in a second or two, and kept."""
+"""The speed at which this machine moves weights: measured once, in a second or two, and kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bandwidths(*, again: bool = False) -> Bandwidths:
 
 
 def _machine() -> str:
-    """What the figures depend on."""
+    """The facts on which the figures depend."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory_bytes()}, {gpu}"
 

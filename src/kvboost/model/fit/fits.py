@@ -1,4 +1,4 @@
-"""How a model would run here: what fits where, and how fast at most."""
+"""The ways a model could run here: what fits where, and how fast at most."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KV_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model could run on."""
+    """A device that a model could run on."""
 
     memory: int
     free: int
@@ -72,7 +72,7 @@ class Fit:
     tokens_per_s: float | None = None
     """The most that memory and bus allow for one request; None if it does not run."""
     options: str = ""
-    """What to give to ``from_pretrained``."""
+    """The options for ``from_pretrained``."""
 
 
 def fits(header: ModelHeader, machine: Machine) -> list[Fit]:
@@ -83,7 +83,7 @@ def fits(header: ModelHeader, machine: Machine) -> list[Fit]:
 
 
 def _size(tensors: Sequence[StoredTensor], form: str, dtype: torch.dtype) -> int:
-    """What tensors take in memory."""
+    """The bytes that tensors take in memory."""
     if form == "packed":
         return int(sum(tensor.num_bytes for tensor in tensors) * PACKED_BITS)
     return sum(tensor.numbers for tensor in tensors) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What the files of a model say about it in their first bytes."""
+"""The headers of a model's files: what it is and what tensors it has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight", "wte.weight")
 _CODES = {"I32": 4, "U8": 1, "I8": 1}
 """Types of tensors that hold codes of weights, with their bytes."""
 _CODED = ("weight", "_blocks")
-"""How their names end; the latter in MXFP4."""
+"""The endings of their names; the latter in MXFP4."""
 _MOST_HEADER = 100 << 20
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -73,7 +73,7 @@ class ModelHeader:
 
     @property
     def reused(self) -> str | None:
-        """What of its text is reused, or why nothing is."""
+        """Which of its text is reused, or why none is."""
         return None if self.model_type is None else what_is_reused(self.model_type)
 
     @property

@@ -16,14 +16,14 @@ WITH_STATES = ("linear_attention", "conv", "hybrid")
 
 
 def layers_with_rows(config: Mapping[str, Any]) -> int | None:
-    """How many layers have keys and values, in a model of which some have states; None if its
+    """The number of layers with keys and values in a model of which some have states; None if its
     config does not say, and for other models."""
     kinds = _kinds(config)
     return sum(map(WITH_ROWS.__contains__, kinds)) or None
 
 
 def state_numbers(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many numbers the convolutions and the recurrent layers of a model hold for one text.
+    """The size of the states of a model's convolutions and recurrent layers, in numbers per text.
     ``config`` is the content of a config.json. None if it does not say, and for models without
     states."""
     kinds = _kinds(config)

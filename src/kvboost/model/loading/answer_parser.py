@@ -62,7 +62,8 @@ class TemplateParser:
         return self._parts(lambda: self._parser.finalize()[1], "")
 
     def _parts(self, read: Any, text: str) -> list[Part]:
-        """What ``read`` finds. A call that cannot be read is content, and so is all after it."""
+        """The content and calls that ``read`` finds. A call that cannot be read is content, and so
+        is all after it."""
         try:
             events = read()
         except (ValueError, TypeError):

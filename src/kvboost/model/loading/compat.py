@@ -1,4 +1,4 @@
-"""What each architecture allows: one table, read by model type."""
+"""The table of architectures: what each allows, by model type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Positions(str, Enum):
-    """How a model encodes the position of a token."""
+    """The way a model encodes the position of a token."""
 
     ROPE = "rotary position embeddings (RoPE)"
     LEARNED = "learned absolute position embeddings"
@@ -28,8 +28,7 @@ class Positions(str, Enum):
 class Architecture:
     """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
     it. Otherwise the model keeps its own attention, one sequence at a time. ``latent``: layers keep
-    latents in place of keys and values (``model/execution/latent.py``). ``states``: some layers fold all text
-    into a state (``model/execution/states.py``)."""
+    latents in place of keys and values. ``states``: some layers fold all text into a state."""
 
     positions: Positions
     packed: bool = True
@@ -170,7 +169,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Support:
-    """What one loaded model allows."""
+    """The features that one loaded model allows."""
 
     model_type: str
     architecture: Architecture
@@ -189,7 +188,8 @@ class Support:
 
 
 def check(config: PretrainedConfig, *, strict: bool) -> Support:
-    """What a model with ``config`` allows. ``strict`` refuses what can never be moved."""
+    """The features that a model with ``config`` allows. ``strict`` refuses what can never be
+    moved."""
     model_type = str(config.model_type)
     architecture = ARCHITECTURES.get(model_type, UNKNOWN)
     if strict and architecture is UNKNOWN:
@@ -220,7 +220,7 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
 
 
 def what_is_reused(model_type: str) -> str:
-    """What of a model type's text is reused, in words; why not, if nothing is."""
+    """Says in words which text of a model type is reused, or why none is."""
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
@@ -243,7 +243,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """How many tokens the model can hold, or None where its config sets no limit."""
+    """The model's context length in tokens; None where its config sets no limit."""
     text = config.get_text_config()
     dynamic = [rope["factor"] for rope in _ropes(text) if rope["rope_type"] == "dynamic"]
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):

@@ -17,8 +17,8 @@ def chosen_share(config: Any) -> Fraction:
 
 
 def idle_weights(model: Any, *, in_bytes: bool = False) -> int:
-    """How many of a model's weights, or of their bytes, a row does not go through: those of the
-    experts that are not chosen for it."""
+    """The number of a model's weights, or of their bytes, that a row does not go through: those of
+    the experts that are not chosen for it."""
     found = 0
     for name, weight in model.named_parameters():
         if ".experts." in name:

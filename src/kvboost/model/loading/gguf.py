@@ -51,7 +51,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufIndex:
-    """What a GGUF file holds."""
+    """The contents of a GGUF file."""
 
     path: Path
     architecture: str

@@ -18,7 +18,7 @@ _OWN = "_kvboost_own_scales"
 
 
 def identity(model: Any) -> dict[str, Any]:
-    """What tells the keys of a folded model from those that an engine with the model's own
+    """The mark that tells the keys of a folded model from those that an engine with the model's own
     attention stores. Empty for other models."""
     return {"keys": "folded"} if model.config.model_type in FAMILIES else {}
 

@@ -63,11 +63,11 @@ class LoadedModel:
     context_length: int | None
     eos_ids: frozenset[int]
     rotation: KeyRotation | None
-    """How keys rotate with their position; None if they do not."""
+    """The rotation of keys with their position; None if they do not rotate."""
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
     vision: VisionTower | str = "this model cannot be given images"
-    """What makes the features of images; why it sees none, if it does not."""
+    """The vision tower; or the reason why the model sees no images."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -80,7 +80,7 @@ class LoadedModel:
 
     @cached_property
     def attention_share(self) -> float:
-        """What attending to one key costs, as a share of what one row costs in the weights."""
+        """The cost of attending to one key, as a share of a row's cost in the weights."""
         shape = self.forward.shape
         per_key = 2 * self.num_heads * shape.key_channels
         model = self.forward.model
@@ -123,25 +123,17 @@ def load(
     """Loads a model and its tokenizer, ready to serve. ``weight_form`` is ``"auto"``, ``"plain"``
     or ``"packed"``; layers that do not fit into ``budget`` are streamed; ``hf_kwargs`` go to
     transformers' ``from_pretrained``."""
-    if budget is None:
-        model, tokenizer = read(
-            name, strict=strict, device=device, dtype=dtype, weight_form=weight_form, **hf_kwargs
-        )
-        return wrap(
-            model,
-            tokenizer,
-            name=os.fspath(name),
-            strict=strict,
-            own=True,
-            image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
-        )
-    target = pick_device(device)
-    check_device(target)
-    parking = Parking(host_bytes(budget.host_bytes))
+    parking: Parking | None = None
+    move: Callable[[PreTrainedModel], Placement] | None = None
+    if budget is not None:
+        target, parked = pick_device(device), Parking(host_bytes(budget.host_bytes))
+        check_device(target)
+        parking = parked
+        move = lambda model: place(model, target, budget, spilled_bytes=parked.spilled_bytes)  # noqa: E731
     model, tokenizer = read(
         name,
         strict=strict,
-        device=target,
+        device=device,
         dtype=dtype,
         weight_form=weight_form,
         parked=parking,
@@ -154,7 +146,7 @@ def load(
         strict=strict,
         own=True,
         image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
-        move=lambda model: place(model, target, budget, spilled_bytes=parking.spilled_bytes),
+        move=move,
     )
 
 
@@ -210,7 +202,7 @@ def _image_processor(
     tokenizer: PreTrainedTokenizerBase,
     hf_kwargs: Mapping[str, Any],
 ) -> Any:
-    """What scales images for a model that sees; None if it does not, or lacks one."""
+    """The image processor of a model that sees; None if it does not, or lacks one."""
 
     def source() -> tuple[str, Mapping[str, Any]]:
         found = _locate(name, hf_kwargs)
@@ -242,8 +234,8 @@ def _find_filled(
     device: torch.device,
     dtype: torch.dtype,
 ) -> FilledModel | None:
-    """What KVBoost reads itself; None if transformers reads the model. The embedded models have
-    folders in ordinary numbers, which ``"auto"`` takes."""
+    """The checkpoint that KVBoost reads itself; None if transformers reads the model. The embedded
+    models have folders in ordinary numbers, which ``"auto"`` takes."""
     options = {**source.options, **hf_kwargs}
     index, folder = source.index, None if source.index else Path(source.place)
     if index is None and os.fspath(name) in weights.known_names():
@@ -350,11 +342,11 @@ class _Source:
     place: str
     """A folder or a hub id."""
     options: Mapping[str, Any]
-    """What config, weights and tokenizer are all asked for with."""
+    """The arguments with which config, weights and tokenizer are all asked for."""
     hub_problem: str | None = None
     """Why the hub does not answer, if the model would have to come from there."""
     index: GgufIndex | None = None
-    """What that file holds, if it is here."""
+    """The contents of that file, if it is here."""
 
     @property
     def gguf(self) -> str | None:
@@ -386,7 +378,7 @@ def _locate(name: str | os.PathLike[str], hf_kwargs: Mapping[str, Any]) -> _Sour
 
 
 def _place(name: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """What to hand to transformers for ``name``: a folder or hub id, and a GGUF file in it."""
+    """The arguments for transformers for ``name``: a folder or hub id, and a GGUF file in it."""
     if not isinstance(name, (str, os.PathLike)) or not os.fspath(name):
         raise ConfigError(f"model_name={name!r} must be a bundled name, a folder or a hub id")
     name = os.fspath(name)

@@ -1,4 +1,4 @@
-"""What the machine has."""
+"""The machine's memory, processor and GPU."""
 
 from __future__ import annotations
 

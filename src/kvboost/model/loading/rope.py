@@ -1,4 +1,4 @@
-"""How the keys of a loaded model rotate, measured layer by layer.
+"""The rotation of a loaded model's keys, measured layer by layer.
 
 A token that stands alone attends only to itself. So its hidden states are the same at every
 position, in all layers, and its keys differ only by what the model does with the position. The
@@ -22,8 +22,8 @@ FURTHEST = 1009
 """The position at which keys are compared with those at 0, if the model allows as many."""
 ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE_ROUNDING = 2**-4
-"""How far keys may be from what they should be, relative to the largest of their layer. Keys of 16
-bits are products of numbers of 16 bits."""
+"""The largest error of keys that is taken for rounding, relative to the largest of their layer.
+Keys of 16 bits are products of numbers of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def probed_positions(model: PreTrainedModel, support: Support) -> tuple[int, ...
 def key_rotation(
     model: PreTrainedModel, support: Support, observed: Observed, *, strict: bool
 ) -> KeyRotation | None:
-    """How the keys of all layers rotate; None where positions are not rotary. If what the position
-    does to a token is no such rotation, raises UnsupportedModelError, or returns None where that is
-    allowed (not ``strict``)."""
+    """The rotation of the keys of all layers; None where positions are not rotary. If what the
+    position does to a token is no such rotation, raises UnsupportedModelError, or returns None
+    where that is allowed (not ``strict``)."""
     positions = probed_positions(model, support)
     if not positions:
         return None
@@ -118,7 +118,7 @@ def _even_widths(
 
 
 def _held_frequencies(model: PreTrainedModel) -> Callable[[int], torch.Tensor]:
-    """What the model's rotary embedding holds for a layer."""
+    """The frequencies that the model's rotary embedding holds for a layer."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     # A vision tower may have one of its own. What ModernBERT calls its decoder is its head.
     rotary = _rotary(model.get_decoder()) or _rotary(model)

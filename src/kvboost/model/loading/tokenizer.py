@@ -108,7 +108,7 @@ class ModelTokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens it knows."""
+        """The number of tokens it knows."""
         return len(self.hf)
 
     @property
@@ -251,7 +251,7 @@ class ModelTokenizer:
 
     @cached_property
     def style(self) -> ChatStyle:
-        """How the model writes reasoning and calls of tools."""
+        """The formats in which the model writes reasoning and calls of tools."""
         return ChatStyle.of(self._template)
 
     @property
@@ -269,7 +269,7 @@ class ModelTokenizer:
         return reasoning_in(self._end_of(prompt_ids), self.style)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
-        """What splits the answer to a prompt into its parts; None if it has only one."""
+        """The parser that splits an answer into its parts; None if it has only one."""
         parser = self._parser(prompt_ids, use)
         return parser if parser is None or use.parallel else OneCall(parser)
 

@@ -1,7 +1,7 @@
 """Why transformers' other language models are not supported.
 
 To support one: remove its name here, add a row to ``compat.ARCHITECTURES`` and a tiny model to
-``tests/families.py``.
+``tests/support/families.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What adapters change in whole layers: what ``adapters.c`` reads."""
+"""The changes of adapters in whole layers, as ``adapters.c`` reads them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Changes(ctypes.Structure):
 
 
 class Changes:
-    """What adapters change in the rows of one forward, in all layers."""
+    """The changes of adapters in the rows of one forward, in all layers."""
 
     def __init__(self, rows: AdaptedRows, tables: ChangeTables, kernels: Kernels) -> None:
         self.table: Table = np.stack([tables.of(adapter) for _, adapter in rows.runs], axis=2)
@@ -106,11 +106,7 @@ class Changes:
         # Another forward may run between two layers of this one and replace them by larger ones.
         self._held = sums, wide
         self._struct = _Changes(
-            self.table.ctypes.data,
-            len(rows.runs),
-            most_rank,
-            sums.data_ptr(),
-            wide.data_ptr(),
+            self.table.ctypes.data, len(rows.runs), most_rank, sums.data_ptr(), wide.data_ptr()
         )
         self.address = ctypes.addressof(self._struct)
 

@@ -80,16 +80,14 @@ class Form:
     folder: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    """What the processor must have."""
+    """The features that the processor must have."""
     own_signatures: Mapping[str, Sequence[type]] = field(default_factory=dict)
     """Functions that only this form has."""
 
 
 FORMS = {
     torch.bfloat16: Form(
-        "bfloat16",
-        "amx",
-        needs=frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}),
+        "bfloat16", "amx", needs=frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"})
     ),
     torch.float32: Form(
         "float32 portable",

@@ -14,18 +14,19 @@ from torch import nn
 from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.segment import Rules
 from kvboost.model.native.adapters import ChangeTables, changes_of
 from kvboost.model.native.layers import Product, rounded_up
 from kvboost.model.native.quantized_product import QuantizedProduct
 
 AnyProduct = Product | QuantizedProduct
 Distance = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""How far a layer's output is from the expected one, given the rows before it."""
+"""A measure of how far a layer's output is from the expected one, given the rows before it."""
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""
 MOST_ROWS = 96
-"""How many rows our layers take at once in float32: as many as they multiply faster than torch
+"""The most rows that our layers take at once in float32: as many as they multiply faster than torch
 does. In bfloat16, and with quantised weights, they take any number."""
 NARROW, MOST_NARROW_ROWS = 576, 512
 """Layers of at most this width take more rows. torch multiplies them about a tenth faster, but its
@@ -116,7 +117,7 @@ class DecoderLayer:
         kv_heads = (fresh.shape[1] - self._heads) // 2
         query, keys, values = fresh.split((self._heads, kv_heads, kv_heads), dim=1)
         batch.write(self._layer.index, keys, values)
-        batch.show(self._layer.index, query, self._layer.scale)
+        batch.show(self._layer.index, query, Rules(self._layer.scale))
         self._library.kvboost_layer_end(layer, plan, given[0], *places, changed, threads)
         return out
 

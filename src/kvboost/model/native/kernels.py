@@ -13,7 +13,7 @@ import torch
 
 from kvboost.model import native
 from kvboost.model.execution.kv import RequestKV, SharedRows
-from kvboost.model.execution.kv_shape import AnyShape, KVShape, MixedShape
+from kvboost.model.execution.kv_shape import AnyShape, KVShape
 from kvboost.model.execution.segment import Segment
 from kvboost.model.native.layers import BLOCK, scratch
 
@@ -56,9 +56,10 @@ class _Call(ctypes.Structure):
 
 def serves(shape: AnyShape) -> bool:
     """Whether our kernels serve KV of this shape on this machine."""
-    if isinstance(shape, MixedShape) or shape.sides == 1:
+    if len(shape.groups) > 1 or shape.groups[0].sides == 1:
         return False
-    fits = shape.head_dim % BLOCK == 0 and shape.head_dim <= MOST_DIM
+    head_dim = shape.groups[0].head_dim
+    fits = head_dim % BLOCK == 0 and head_dim <= MOST_DIM
     return fits and native.is_available(shape.dtype, shape.device)
 
 

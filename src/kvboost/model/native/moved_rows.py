@@ -44,7 +44,7 @@ class RecomputedRows:
     """Their blocks."""
     num_blocks: int
     span_blocks: int
-    """How many of them belong to one span."""
+    """The number of them that belong to one span."""
     error_weight: float
     """A row counts ``1 / (1 + error_weight * e)`` times, where ``e`` is its squared error relative
     to the mean of its span."""
@@ -62,7 +62,7 @@ def attention_mass(
     weights: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them:
+    """The attention of the rows of ``query``, ``[1, heads, rows, dim]``, to each row before them:
     after softmax, averaged over heads, summed over rows by each of several ``weights``, float32
     ``[kinds, rows]``. The result is ``[kinds, start]``. Rows that are ``absent``, ``[start]``, are
     not seen. ``sinks``, ``[heads]``: one more score of each head. None if there is no kernel for
@@ -134,7 +134,7 @@ def errors(
 
 
 def _row_weights(squares: torch.Tensor, rows: RecomputedRows) -> torch.Tensor:
-    """What each row counts, given its squared errors, ``[2, kv_heads, rows]``."""
+    """The weight of each row, given its squared errors, ``[2, kv_heads, rows]``."""
     span = rows.which // rows.span_blocks
     of_spans = squares.new_zeros(*squares.shape[:2], rows.num_blocks // rows.span_blocks)
     totals = of_spans.index_add(2, span, squares)

@@ -124,7 +124,7 @@ def can_multiply_quantized(weight: QuantizedWeight, dtype: torch.dtype = torch.f
 
 
 def why_not(weight: QuantizedWeight) -> str | None:
-    """What is wrong with this weight for our kernels; None if nothing is."""
+    """The reason why our kernels cannot take this weight; None if they can."""
     (n, k), group = weight.shape, weight.group
     if weight.bits not in (4, 8):
         return f"codes have {weight.bits} bits; there are kernels for 4 and 8"
@@ -186,7 +186,7 @@ def _widened(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _bits(weight: QuantizedWeight, has_offsets: bool) -> int:
-    """How many bits of each code are kept: 6 of those codes of 8 bits that fit."""
+    """The number of bits that are kept of each code: 6 of those codes of 8 bits that fit."""
     if weight.bits == 4 or (has_offsets and weight.group == SMALL_GROUP):
         return weight.bits
     fits = int(weight.codes.min()) >= -32 and int(weight.codes.max()) < 32

@@ -15,7 +15,8 @@ from kvboost.model.triton.adapters import Addition, num_splits, shrink
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 FIRST_SLOTS, MOST_SLOTS = 8, 64
-"""How many adapters there is room for at first, and at most unless a single step has more."""
+"""The number of adapters that there is room for at first, and at most unless a single step has
+more."""
 NO_ADAPTER = -1
 BESIDE = True
 """Whether the first factors of adapters run beside the product they add to, in another stream."""

@@ -12,7 +12,7 @@ import torch
 
 from kvboost.model.execution.attention import Batch, attend_segment
 from kvboost.model.execution.partial_attention import count_sinks
-from kvboost.model.execution.segment import Segment, rows_first, split
+from kvboost.model.execution.segment import Rules, Segment, rows_first, split
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
@@ -54,34 +54,16 @@ class RowBatch(Batch):
         write(rows_first(keys), rows_first(values), self.pages(layer), self.slots)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         fresh = rows_first(key), rows_first(value)
-        rows = rows_first(query)
-        return self.attend_rows(layer, rows, scale, window, softcap, sinks, fresh=fresh)[None]
+        return self.attend_rows(layer, rows_first(query), rules, fresh=fresh)[None]
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
-        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape. ``sinks``,
-        ``[heads]``: one more score of each head, whose value is zero. ``fresh`` are the keys and
-        values of these rows, which have been written."""
+        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape. ``fresh`` are
+        the keys and values of these rows, which have been written."""
         raise NotImplementedError
 
 
@@ -164,17 +146,10 @@ class PagedBatch(RowBatch):
         super().write(layer, keys, values)
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         assert fresh is not None
+        scale, window, softcap, sinks = rules
         kind = window, softcap, query.shape[1], sinks is not None
         if kind not in self._work:
             self._work[kind] = self._plan(*kind)
@@ -191,22 +166,19 @@ class PagedBatch(RowBatch):
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
             segment = self.segments[run.segment]
             read = partial(segment.kv.layer, layer)
-            hides = segment.hides(window)
-            found = attend_segment(segment, q, k, v, read, scale, hides, softcap, sinks)
+            found = attend_segment(segment, q, k, v, read, segment.narrow(rules))
             out[run.rows] = found[0].transpose(0, 1)
         if work.others:
-            hidden = any(self.segments[run.segment].hides(window) for run in work.others)
+            if not any(self.segments[run.segment].hides(window) for run in work.others):
+                rules = rules._replace(window=None)
             if kind not in self._rows:
                 self._rows[kind] = self._rows_of(work.others, query.shape[1])
             attend(
                 query,
                 self.pages(layer),
                 self._rows[kind],
-                scale,
-                window=window if hidden else None,
-                soft_cap=softcap,
+                *rules,
                 absent=self._absent([run.segment for run in work.others]),
-                sinks=sinks,
                 out=out,
             )
         return out
@@ -226,7 +198,7 @@ class PagedBatch(RowBatch):
         least = 0 if len(self.segments) <= FEW_SEGMENTS else LEAST_OF_MANY
         work = Work([], [], [])
         for index, segment in enumerate(self.segments):
-            sees_all = softcap is None and segment.is_plain and segment.hides(window) is None
+            sees_all = softcap is None and segment.is_plain and not segment.hides(window)
             whole = Run(index, self._starts[index], 0, len(segment))
             is_dense = sees_all and not kernels and not has_sinks and _is_dense(segment)
             if is_dense or segment.whole_images:  # our kernel is causal

@@ -25,8 +25,8 @@ SIZES = (8, 16, 32, 64, 96, 128)
 
 
 def counted_rows(rows: int) -> int:
-    """What number of rows a step with drafts counts as where times are learned: one more than it is
-    padded to, which no step without drafts has."""
+    """The number of rows that a step with drafts counts as where times are learned: one more than
+    it is padded to, which no step without drafts has."""
     return next((size for size in SIZES if size >= rows), SIZES[-1]) + 1
 
 

@@ -62,16 +62,16 @@ class PagedForward:
 
     @property
     def beside_rows(self) -> int:
-        """How many rows of a request can run beside its next one, in little more time."""
+        """The number of a request's rows that can run beside its next one, in little more time."""
         return self.steps.beside_rows
 
     @property
     def num_graphs(self) -> int:
-        """How many CUDA graphs have been recorded."""
+        """The number of recorded CUDA graphs."""
         return self.steps.capture.num_graphs
 
     def run(self, segments: Sequence[Segment]) -> list[StepResult | None]:
-        """What each segment asks for: the next token if it has a sampler and one can be picked on
+        """The result of each segment: the next token if it has a sampler and one can be picked on
         the device, or those after each row if it has several; else logits ``[num_logits, vocab]``.
         The next rows of requests are a decode step of their own, and a few segments that the runner
         takes are forwards of their own; the others are packed into one forward. A segment that
@@ -120,7 +120,7 @@ class PagedForward:
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         mask: TokenMask | None = None,
     ) -> TokenSampler:
-        """What picks the tokens of a request: on the device if its KV is in pages, unless a mask
+        """The sampler of a request: on the device if its KV is in pages, unless a mask
         on the host says which tokens are allowed."""
         found = None
         if mask is None and kv.slab is self.slab:

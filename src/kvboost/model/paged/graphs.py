@@ -29,7 +29,7 @@ class Capture(Protocol):
 
     @property
     def num_graphs(self) -> int:
-        """How many functions have been captured."""
+        """The number of captured functions."""
 
     @property
     def has_room(self) -> bool:

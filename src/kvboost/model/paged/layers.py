@@ -1,5 +1,5 @@
 """Decoder layers of the Llama kind in ten kernels instead of thirty-five, for rows in pages: those
-of decode steps, and those of prompts.
+of decode steps, and those of prompts. Of layers with experts, everything before the experts.
 
 Their products are those of the model, of which some are merged: queries, keys and values are one,
 gate and up are one. The weights of merged layers become views of one tensor, so that they take no
@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
-from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch, RowBatch
@@ -31,13 +31,15 @@ from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 log = logging.getLogger("kvboost")
 
 ROUNDING = {torch.float32: 1e-3}
-"""How far our layer may be from the model's for the same rows (:func:`_distance`); elsewhere
-2**-3."""
+"""The largest distance of our layer from the model's for the same rows (:func:`_distance`);
+elsewhere 2**-3."""
 PROBED_ROWS = {"cpu": 20, "cuda": 640}
 """Rows of a prompt that show whether our layers do what the model's do."""
-KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+DENSE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; perhaps norms of queries and
 keys."""
+SPARSE = ("GptOssDecoderLayer", "MixtralDecoderLayer", "Qwen3MoeDecoderLayer")
+"""The same with experts, perhaps in some layers only; perhaps with windows and sinks."""
 
 
 class Merged:
@@ -69,14 +71,18 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._linears = linears_of(layer)
-        self.qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = Merged([mlp.gate_proj, mlp.up_proj])
+        sinks = getattr(attention, "sinks", None)
+        self._rules = Rules(attention.scaling, _window_of(attention), None, sinks)
+        qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up = None if _is_sparse(layer) else Merged([mlp.gate_proj, mlp.up_proj])
+        self.qkv, self.gate_up = qkv, gate_up
         self._norms, self._norm_eps = None, 0.0
         if hasattr(attention, "q_norm"):
             self._norms = attention.q_norm.weight, attention.k_norm.weight
             self._norm_eps = attention.q_norm.variance_epsilon
 
-        groups = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
+        groups = [("q", "k", "v"), ("o",)]
+        groups += [] if gate_up is None else [("gate", "up"), ("down",)]
         self.places = [_place(layer, name, group) for group in groups]
 
     def serves(self, batch: Batch, rows: int) -> bool:
@@ -89,6 +95,23 @@ class FusedLayer:
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: RowBatch
     ) -> torch.Tensor:
+        summed, normed = self.attended(hidden, cos, sin, batch)
+        mlp = self._layer.mlp
+        if self.gate_up is None:
+            mixed = mlp(normed[None])
+            return summed[None] + (mixed[0] if isinstance(mixed, tuple) else mixed)
+        gated = gate(*self._product(2, normed, batch, self.gate_up))
+        # Adds the product in place: no kernel for the sum.
+        down = mlp.down_proj.weight.t()
+        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+        if change is not None:
+            expand(change, out)
+        return out[None]
+
+    def attended(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: RowBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` with what attention adds to it, and the norm of that, ``[rows, width]``."""
         hidden, cos_sin = hidden[0], (cos[0], sin[0])
         layer = self._layer
         attention, number = layer.self_attn, layer.self_attn.layer_idx
@@ -99,16 +122,10 @@ class FusedLayer:
         query, keys, values = rotate_and_write(
             qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
-        attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
+        attended = batch.attend_rows(number, query, self._rules, fresh=(keys, values))
         out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
-        gated = gate(*self._product(2, normed, batch, self.gate_up))
-        # Adds the product in place: no kernel for the sum.
-        down = layer.mlp.down_proj.weight.t()
-        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
-        if change is not None:
-            expand(change, out)
-        return out[None]
+        return summed, normed
 
     def _product(
         self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
@@ -132,10 +149,17 @@ def _place(layer: Any, name: str, group: Sequence[str]) -> Place:
 
 def linears_of(layer: Any) -> list[Any]:
     attention, mlp = layer.self_attn, layer.mlp
-    return [
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    ]
+    dense = () if _is_sparse(layer) else (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *dense]
+
+
+def _is_sparse(layer: Any) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def _window_of(attention: Any) -> int | None:
+    window: int | None = getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", window)
 
 
 class FusedLayers:
@@ -153,7 +177,10 @@ class FusedLayers:
             return
         distances: list[torch.Tensor] = []
         for layer, ours in self._layers.items():
-            compare_forward(layer, ours, _distance, distances)
+            if ours.gate_up is not None:
+                compare_forward(layer, ours, _distance, distances)
+            else:
+                _compare_attended(layer, ours, distances)
         try:
             with torch.inference_mode():
                 _probe(slab, run_model)
@@ -185,7 +212,7 @@ class FusedLayers:
         """Leaves the model as it was."""
         for layer, ours in self._layers.items():
             restore_forward(layer)
-            for merged in (ours.qkv, ours.gate_up):
+            for merged in filter(None, (ours.qkv, ours.gate_up)):
                 merged.separate()
         self._layers = {}
 
@@ -218,20 +245,42 @@ def _distance(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor)
     return ((given - expected).abs() / (expected.abs() + added)).max()
 
 
+def _compare_attended(layer: Any, ours: FusedLayer, distances: list[torch.Tensor]) -> None:
+    """As ``compare_forward``, up to the experts. They are the model's own, and where two are nearly
+    equal, rounding decides which one a row is sent through."""
+    stock = layer.forward
+
+    def forward(
+        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        seen: list[torch.Tensor] = []
+        norm = layer.post_attention_layernorm
+        watch = norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            out = stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        finally:
+            watch.remove()
+        cos, sin = kwargs["position_embeddings"]
+        summed, _ = ours.attended(hidden_states, cos, sin, past_key_values.batch)
+        distances.append(_distance(summed[None], seen[0], hidden_states))
+        return out
+
+    layer.forward = forward
+
+
 def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
-    """The decoder layers of the kinds we know, except those with a window or with weights that are
-    not plain."""
+    """The decoder layers of the kinds we know, except those without experts that have a window, and
+    those with weights that are not plain."""
     for module in model.modules():
-        if type(module).__name__ not in KINDS:
+        if type(module).__name__ not in (*DENSE, *SPARSE):
             continue
         layer: Any = module
         config = layer.self_attn.config
-        window = getattr(config, "sliding_window", None)
         linears = linears_of(layer)
         plain = all(type(each) is nn.Linear and each.weight.dtype == dtype for each in linears)
         if (
             "forward" not in vars(layer)
-            and getattr(layer.self_attn, "sliding_window", window) is None
+            and (type(module).__name__ in SPARSE or _window_of(layer.self_attn) is None)
             and config.hidden_act == "silu"
             and layer.self_attn.head_dim % 2 == 0
             and plain
@@ -243,4 +292,6 @@ def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
 def _are_biases_alike(linears: Sequence[nn.Linear]) -> bool:
     """Whether the linear layers that become one all have a bias, or none has."""
     biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
-    return all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
+    return all(len(set(group)) <= 1 for group in biases) and all(
+        each.bias is None for each in linears[6:]
+    )

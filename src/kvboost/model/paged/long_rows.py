@@ -23,7 +23,7 @@ log = logging.getLogger("kvboost")
 
 GRID = 1024
 ROUNDING = 2**-5
-"""How far cuDNN's results may be from those of FlashAttention, relative to the largest."""
+"""The largest distance of cuDNN's results from FlashAttention's, relative to the largest."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some of the keys, ``[1, heads, rows, dim]``, and the log-sum-exps of its scores,

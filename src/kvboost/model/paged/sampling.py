@@ -1,6 +1,6 @@
-"""The next tokens of many requests at once, on the device: the rules of ``model/execution/sampling.py`` in
-batched form. A request's options are in tables on the device, in the row that it has in the slab's
-table, so that a CUDA graph can read them.
+"""The next tokens of many requests at once, on the device: the rules of ``execution/sampling.py``
+in batched form. A request's options are in tables on the device, in the row that it has in the
+slab's table, so that a CUDA graph can read them.
 
 A random number is a hash of the request's seed and of the token's position: the same in any batch.
 """
@@ -27,7 +27,7 @@ MOST_BIASES = 300
 
 
 class Kind(NamedTuple):
-    """What sampling for a request takes. A batch takes what any of its requests does."""
+    """The parts of sampling that a request needs. A batch takes what any of its requests does."""
 
     penalizes: bool = False
     draws: bool = False
@@ -48,14 +48,14 @@ GREEDY = Kind()
 
 class TokenSampler(Protocol):
     """Picks the tokens of one request: a :class:`RowSampler` on a device, or ``Sampler`` of
-    ``model/execution/sampling.py`` on the host."""
+    ``execution/sampling.py`` on the host."""
 
     def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
         """Picks the token at ``position``, after the token ``last``, given the model's logits
         ``[vocab]``."""
 
     def for_steps(self, *, drafted: bool) -> RowSampler | None:
-        """What picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
+        """Picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
         before them; None if the host does."""
 
     def note(self, token_ids: Sequence[int]) -> None:

@@ -74,9 +74,9 @@ class Slab:
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(num_requests, 0, -1))
         self._holders = [0] * (num_pages + 1)
-        """How many requests hold each page."""
+        """The number of requests that hold each page."""
         self._keepers = [0] * (num_pages + 1)
-        """How often each page is kept."""
+        """The number of times each page is kept."""
         self._num_held = 0
         self._released: deque[Holding | Sequence[int]] = deque()
         """Requests, and pages that are no longer kept."""
@@ -96,7 +96,7 @@ class Slab:
 
     @property
     def num_free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of pages that nobody holds."""
         with self._lock:
             self._collect()
             return len(self._free_pages)
@@ -179,7 +179,7 @@ class Slab:
                 self._lock.release()
 
     def check_integrity(self) -> list[str]:
-        """What is wrong when no request runs: nothing, unless there is a leak."""
+        """The problems when no request runs: none, unless there is a leak."""
         with self._lock:
             self._collect()
             faults = [f"page {page} is held" for page, n in enumerate(self._holders) if n]

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from kvboost.model.execution.attention import Batch
-from kvboost.model.execution.segment import Segment
+from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture, Function
@@ -58,21 +58,12 @@ class Beside(Protocol):
         """Token ids, positions and slots, all int64 ``[num_rows]``. The id of the step's own row is
         not known here."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, rules: Rules, out: torch.Tensor) -> object:
         """Attention of ``query``, ``[num_rows, heads, dim]``, into ``out``."""
 
 
 class StepTables(Protocol):
-    """What all steps over one slab use."""
+    """The parts that all steps over one slab share."""
 
     slab: Slab
     run_model: RunModel
@@ -156,7 +147,7 @@ class StepBatch(RowBatch):
             self.adapters[: len(rows)].copy_(adapters)
 
     def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> StepInputs:
-        """What the model runs, given the token ids and positions of the requests' own rows."""
+        """The inputs of the model, given the token ids and positions of the requests' own rows."""
         if self._beside is None:
             return ids, positions, None
         more, more_positions, slots = self._beside.inputs()
@@ -165,33 +156,16 @@ class StepBatch(RowBatch):
         return torch.cat([ids, more]), torch.cat([positions, more_positions]), own
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         own = 0 if self.joins else len(self.positions)
         rows = self._rows_for(query.shape[1]) if own else None
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         with aside(self._stream):
             if self._beside is not None:
-                self._beside.attend(layer, query[own:], scale, window, softcap, sinks, out[own:])
+                self._beside.attend(layer, query[own:], rules, out[own:])
         if rows is not None:
-            attend(
-                query[:own],
-                self.pages(layer),
-                rows,
-                scale,
-                window=window,
-                soft_cap=softcap,
-                sinks=sinks,
-                out=out[:own],
-            )
+            attend(query[:own], self.pages(layer), rows, *rules, out=out[:own])
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return out

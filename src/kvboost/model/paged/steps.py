@@ -145,7 +145,7 @@ class Steps:
             adapter_slots.on_changed = self._forget_adapted
             adapter_slots.on_replaced = self._next_is_unknown
         self.beside: Beside | None = None
-        """What runs rows beside those of a step."""
+        """Runs rows beside those of a step."""
         self.runs_ahead = True
         """Whether the next step starts before it is known whether its requests have ended."""
         self.drafts = DraftSteps(self)
@@ -158,7 +158,7 @@ class Steps:
 
     @property
     def beside_rows(self) -> int:
-        """How many rows of a request can run beside its next one, in little more time."""
+        """The number of a request's rows that can run beside its next one, in little more time."""
         return self.beside.most_rows if self.beside is not None else 0
 
     def record(self, size: int, *, with_beside: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a quantised checkpoint offers, whatever its format."""
+"""The interface of a quantised checkpoint, whatever its format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class QuantizedCheckpoint(Protocol):
     """The tensors of a model by their names in transformers. Reads them when they are asked for."""
 
     format: str
-    """What its files call it, for people."""
+    """The name that its files give it, for people."""
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor for this parameter, such as ``lm_head.weight``."""

@@ -118,8 +118,8 @@ def int4_product(
 
 
 def packed_tiles(weight: QuantizedWeight) -> int | None:
-    """How many tiles of 16 columns the int4 product takes at once; None if it cannot take this
-    weight."""
+    """The number of tiles of 16 columns that the int4 product takes at once; None if it cannot take
+    this weight."""
     n, k = weight.shape
     if weight.bits != 4 or weight.group not in GROUPS or n % 8:
         return None

@@ -26,7 +26,7 @@ from kvboost.model.quantized.layers import Rows
 from kvboost.model.quantized.weight import QuantizedWeight, digest_of_bytes
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-"""What files call the architectures whose tensors we place. The tests compare each with what
+"""The names in files of the architectures whose tensors we place. The tests compare each with what
 transformers reads."""
 NORMS_PLUS_ONE = ("gemma2", "gemma3")
 """Architectures whose files hold the weights of norms with 1 added."""

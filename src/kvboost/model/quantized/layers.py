@@ -105,7 +105,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 def num_weights(model: PreTrainedModel, *, embeddings: bool = True) -> int:
-    """How many numbers a model has learned, quantised or not; perhaps without its embedding, and
+    """The number of a model's parameters, quantised or not; perhaps without its embedding, and
     without the output head that is the same."""
     total = model.num_parameters(exclude_embeddings=not embeddings)
     tied = model.config.get_text_config().tie_word_embeddings
@@ -119,8 +119,8 @@ def num_weights(model: PreTrainedModel, *, embeddings: bool = True) -> int:
 
 
 def packed_identity(model: nn.Module) -> dict[str, Any]:
-    """What the KV of a model with quantised layers depends on besides its parameters: its codes,
-    and the kernels that multiply with them. Empty for other models."""
+    """Facts on which the KV of a model with quantised layers depends besides its parameters: its
+    codes, and the kernels that multiply with them. Empty for other models."""
     found: dict[str, Any] = {}
     kernels = set()
     for name, module in model.named_modules():

@@ -95,7 +95,7 @@ def joint_product(parent: nn.Module, names: Sequence[str]) -> QuantizedProduct |
 
 
 def describe_path(device: torch.device, dtype: torch.dtype) -> str:
-    """What multiplies with packed weights, for people."""
+    """The name of what multiplies with packed weights, for people."""
     if native_dtype(dtype, device) is not None:
         return "yes: native kernels, with rows rounded to 8 or 15 bits"
     if device.type == "cpu":

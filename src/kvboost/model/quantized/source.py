@@ -65,16 +65,11 @@ class FilledModel:
     def model(self, auto_class: Any, *, parked: Parking | None = None) -> PreTrainedModel:
         """``parked``: it stays on the host, in the form that it has on its device."""
         make = partial(
-            auto_class.from_config,
-            self.config,
-            dtype=self.dtype,
-            **_trust(self.options),
+            auto_class.from_config, self.config, dtype=self.dtype, **_trust(self.options)
         )
         with quiet_transformers():
             model = build(
-                *(make, self.checkpoint, self.device, self.dtype),
-                packed=self.packed,
-                parked=parked,
+                *(make, self.checkpoint, self.device, self.dtype), packed=self.packed, parked=parked
             )
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
@@ -163,7 +158,7 @@ def _why_not_method(method: str | None) -> str | None:
 
 
 def method_in(config: Mapping[str, Any]) -> str | None:
-    """How the weights of a model with this config.json are quantised; None if they are not."""
+    """The quantisation of a model with this config.json; None if it has none."""
     settings = config.get("quantization_config")
     return None if settings is None else str(settings.get("quant_method"))
 

@@ -22,10 +22,7 @@ class DiskLayers:
     buffers. A layer that is asked for out of order makes it start anew there."""
 
     def __init__(
-        self,
-        file: BinaryIO,
-        places: Mapping[int, tuple[int, int]],
-        buffers: Sequence[torch.Tensor],
+        self, file: BinaryIO, places: Mapping[int, tuple[int, int]], buffers: Sequence[torch.Tensor]
     ) -> None:
         """``places``: where each layer begins in the file and how many bytes it has, in the order
         in which layers are used. ``buffers``: uint8, each large enough for any layer."""

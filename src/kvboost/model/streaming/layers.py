@@ -56,7 +56,7 @@ class StreamedLayers:
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass through the model sends to the device."""
+        """The bytes that a pass through the model sends to the device."""
         return sum(self._sizes)
 
     def _slot(self, number: int) -> int:

@@ -16,13 +16,7 @@ from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
 from kvboost.model.streaming.layers import StreamedLayers, slot_of
 from kvboost.model.streaming.parking import host_bytes, layers_file
-from kvboost.model.streaming.plan import (
-    NUM_SLOTS,
-    DeviceBudget,
-    LayerPlan,
-    ModelSizes,
-    make_plan,
-)
+from kvboost.model.streaming.plan import NUM_SLOTS, DeviceBudget, LayerPlan, ModelSizes, make_plan
 from kvboost.model.streaming.slabs import SlabLayout, layer_bytes
 from kvboost.model.streaming.slots import CudaSlots, Slots
 from kvboost.model.streaming.tensors import move_tensors, tensors_of
@@ -124,7 +118,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def measure(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelSizes:
-    """What a model takes on the device. It is on the host now, in the form that it has there."""
+    """The memory that a model takes on the device. It is on the host now, in the form that it has
+    there."""
     sizes = tuple(map(layer_bytes, layers))
     embedding = host_embedding(model)
     config = model.config.get_text_config()

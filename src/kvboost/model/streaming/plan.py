@@ -24,7 +24,7 @@ LEAST_ROWS, MOST_ROWS = 128, 16384
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """What an engine may take of the device's memory and, for streamed layers, of the host's."""
+    """The budget of an engine on the device's memory and, for streamed layers, of the host's."""
 
     device_bytes: int
     host_bytes: int | None = None
@@ -57,9 +57,9 @@ class ModelSizes:
     embedding: int
     """Of these, the embedding if it can stay on the host."""
     per_row: int
-    """What a row of a forward needs at most between the weights of a layer."""
+    """The most bytes that a row of a forward needs between the weights of a layer."""
     scratch: int = 0
-    """What kernels need for one weight."""
+    """The bytes that kernels need for one weight."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Slots(Protocol):
         """The end of the copy that was asked for last."""
 
     def wait(self, slot: int) -> None:
-        """What is computed from now on finds the slot filled."""
+        """Computations from now on find the slot filled."""
 
     def release(self, slot: int) -> None:
         """The slot is free once all that was asked for so far has been computed."""
@@ -64,24 +64,18 @@ class _Done:
 _DONE = _Done()
 
 
-class CudaSlots:
+class CudaSlots(SlotEvents):
     """Slots that a stream of their own fills while the current stream computes."""
 
     def __init__(self, num_slots: int, num_bytes: int, device: torch.device) -> None:
         self.buffers = torch.empty(num_slots, num_bytes, dtype=torch.uint8, device=device)
-        self._events = SlotEvents(num_slots, device)
+        super().__init__(num_slots, device)
 
     def fill(self, slot: int, source: torch.Tensor) -> None:
-        with self._events.filling(slot):
+        with self.filling(slot):
             self.buffers[slot, : len(source)].copy_(source, non_blocking=True)
 
     def copied(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._events.stream)
+        event.record(self.stream)
         return event
-
-    def wait(self, slot: int) -> None:
-        self._events.wait(slot)
-
-    def release(self, slot: int) -> None:
-        self._events.release(slot)

@@ -1,4 +1,5 @@
-"""What adapters add to a product, for rows that each have an adapter of their own or none."""
+"""The kernels that add adapters to a product, for rows that each have an adapter of their own or
+none."""
 
 from __future__ import annotations
 
@@ -17,16 +18,9 @@ EXPAND_BLOCK = 256
 
 @triton.jit
 def _shrink_kernel(
-    rows,
-    slots,
-    down,
-    sums,
-    width,
-    rank,
-    num_rows,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, slots, down, sums, width, rank, num_rows,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -46,21 +40,11 @@ def _shrink_kernel(
 
 @triton.jit
 def added_by_adapter(
-    sums,
-    row,
-    slot,
-    first,
-    up,
-    width,
-    channel,
-    inside,
-    rank,
-    split_stride,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """What the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its ranks."""
+    sums, row, slot, first, up, width, channel, inside, rank, split_stride,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """The sum that the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its
+    ranks."""
     split = tl.arange(0, PADDED)
     element = up.dtype.element_ty
     total = tl.zeros_like(channel).to(tl.float32)
@@ -81,18 +65,9 @@ def added_by_adapter(
 
 @triton.jit
 def _expand_kernel(
-    sums,
-    adapters,
-    up,
-    out,
-    width,
-    rank,
-    split_stride,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sums, adapters, up, out, width, rank, split_stride,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(adapters + row)
     if slot >= 0:
@@ -109,10 +84,10 @@ def _expand_kernel(
 
 @dataclass(frozen=True)
 class Addition:
-    """What adapters add to a product, before the kernel that reads it adds it up."""
+    """The sum that adapters add to a product, before the kernel that reads it adds it up."""
 
     sums: torch.Tensor
-    """What ``shrink`` gave."""
+    """The result of ``shrink``."""
     slots: torch.Tensor
     up: torch.Tensor
 
@@ -154,9 +129,7 @@ def shrink(
     contiguous."""
     rank, width = down.shape[1:]
     _shrink_kernel[(len(rows), rank // ranks, num_splits(width))](
-        *(rows, slots, down, sums, width, rank, len(rows)),
-        RANKS=ranks,
-        BLOCK=SHRINK_BLOCK,
+        *(rows, slots, down, sums, width, rank, len(rows)), RANKS=ranks, BLOCK=SHRINK_BLOCK
     )
 
 

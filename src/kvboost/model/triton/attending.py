@@ -1,4 +1,4 @@
-"""How a tile of rows attends to tiles of keys: in pages, row by row or a page at a time, or in one
+"""Attention of a tile of rows to tiles of keys: in pages, row by row or a page at a time, or in one
 piece. Results so far come in, and go out with these keys added to them."""
 
 from __future__ import annotations
@@ -27,30 +27,11 @@ def _weigh(scores, total, best, factor):
 
 @triton.jit
 def attend_keys(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    pages,
-    table,
-    absent,
-    head,
-    first,
-    last,
-    end,
-    page_stride,
-    head_stride,
-    token_stride,
-    scale,
-    cap,
-    window,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
+    acc, total, best, query, position, pages, table, absent, head, first, last,
+    end, page_stride, head_stride, token_stride, scale, cap, window,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Attends to the tiles of keys ``[first, last)``. Every row sees them all unless ``MASKED``."""
     channel = tl.arange(0, WIDE)
     inside = channel < DIM
@@ -82,22 +63,9 @@ def attend_keys(
 
 @triton.jit
 def attend_pages(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    whole,
-    table,
-    head,
-    first,
-    last,
-    scale,
-    cap,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, total, best, query, position, whole, table, head, first, last, scale, cap,
+    DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """As ``attend_keys``, over whole pages: a tile of keys is a page, which ``whole`` loads."""
     factor = factor_of(scale, cap)
     # As above. A mask would make the compiler run all products one after another.
@@ -116,21 +84,9 @@ def attend_pages(
 
 @triton.jit
 def attend_cut_page(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    whole,
-    table,
-    head,
-    number,
-    end,
-    scale,
-    cap,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    acc, total, best, query, position, whole, table, head, number, end, scale, cap,
+    DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """As ``attend_pages``, for a page in which anything may follow the key before ``end``."""
     at = (tl.load(table + number) * tl.num_programs(0) + head) * KEYS
     key = number * KEYS + tl.arange(0, KEYS)
@@ -144,22 +100,9 @@ def attend_cut_page(
 
 @triton.jit
 def attend_dense_keys(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    keys,
-    values,
-    begin,
-    first,
-    last,
-    end,
-    scale,
-    cap,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, total, best, query, position, keys, values, begin, first, last, end, scale, cap,
+    KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """As ``attend_keys``, over tensors whose rows from ``begin`` on are the keys and values."""
     factor = factor_of(scale, cap)
     for number in range(first, last):

@@ -40,46 +40,17 @@ ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 @triton.jit(
     do_not_specialize=["table_stride", "absent_stride", "window"],
     do_not_specialize_on_alignment=[
-        *("positions", "items", "tables", "counted", "absent", "sinks", "lse"),
+        *("positions", "items", "tables", "counted", "absent", "sinks", "lse")
     ],
 )
 def _attend_kernel(
-    query,
-    query_row_stride,
-    query_head_stride,
-    positions,
-    items,
-    tables,
-    table_stride,
-    counted,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    absent,
-    absent_stride,
-    sinks,
-    out,
-    out_row_stride,
-    out_head_stride,
-    lse,
-    lse_row_stride,
-    parts,
-    part_lse,
-    whole,
-    keys,
-    values,
-    dense_rows,
-    scale,
-    cap,
-    window,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    query, query_row_stride, query_head_stride, positions, items, tables, table_stride, counted,
+    pages, page_stride, head_stride, token_stride, absent, absent_stride, sinks,
+    out, out_row_stride, out_head_stride, lse, lse_row_stride, parts, part_lse, whole, keys,
+    values, dense_rows, scale, cap, window,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Computes an item: a tile of rows over a part of its keys. Rows that its place has room for,
     but that are not there, get zeros."""
     head = tl.program_id(0)
@@ -191,22 +162,11 @@ def _attend_kernel(
     do_not_specialize=["tile_rows"], do_not_specialize_on_alignment=["tiles", "sinks", "lse"]
 )
 def _combine_kernel(
-    parts,
-    part_lse,
-    tile_rows,
-    tiles,
-    sinks,
-    out,
-    out_row_stride,
-    out_head_stride,
-    lse,
-    lse_row_stride,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
+    parts, part_lse, tile_rows, tiles, sinks, out, out_row_stride, out_head_stride,
+    lse, lse_row_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Combines the parts of ``BLOCK`` rows times heads of one tile, ``PARTS`` at a time."""
     head, tile = tl.program_id(1), tiles + tl.program_id(2) * TILE
     start, room = tl.load(tile), tl.load(tile + 1)
@@ -257,7 +217,8 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> N
 
 
 def _whole(pages: torch.Tensor, rows: TiledRows) -> TensorDescriptor | None:
-    """What loads the keys or the values of a page; None if ``rows`` do not read whole pages."""
+    """The descriptor that loads the keys or the values of a page; None if ``rows`` do not read
+    whole pages."""
     if rows.tile.reads != "pages":
         return None
     _, page, dim = check_pages(pages)
@@ -284,11 +245,11 @@ def attend(
     pages: torch.Tensor,
     rows: TiledRows,
     scale: float,
-    *,
     window: int | None = None,
-    soft_cap: float | None = None,
-    absent: torch.Tensor | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    absent: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -325,7 +286,7 @@ def attend(
         None if whole is None else rows.num_keys,
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0), sinks),
-        *(*written, parts, part_lse, whole, *dense, scale, soft_cap, window),
+        *(*written, parts, part_lse, whole, *dense, scale, softcap, window),
         GROUP=rows.group,
         DIM=dim,
         WIDE=wide,

@@ -14,17 +14,9 @@ EXPANDED = 1024
 
 @triton.jit
 def _weights(
-    codes,
-    scales,
-    offsets,
-    column,
-    k,
-    inside,
-    K,
-    GROUP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BITS: tl.constexpr,
-):
+    codes, scales, offsets, column, k, inside, K,
+    GROUP: tl.constexpr, OFFSETS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """float32: some columns, ``[n, 1]`` or a number, at the inputs ``k``."""
     column = column.to(tl.int64)
     if BITS == 4:
@@ -41,23 +33,10 @@ def _weights(
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply_kernel(
-    rows,
-    codes,
-    scales,
-    offsets,
-    bias,
-    out,
-    M,
-    N,
-    K,
-    GROUP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    rows, codes, scales, offsets, bias, out, M, N, K,
+    GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -81,16 +60,9 @@ def _multiply_kernel(
 
 @triton.jit
 def _expand_kernel(
-    codes,
-    scales,
-    offsets,
-    out,
-    K,
-    GROUP: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BITS: tl.constexpr,
-    EXPANDED: tl.constexpr,
-):
+    codes, scales, offsets, out, K,
+    GROUP: tl.constexpr, OFFSETS: tl.constexpr, BITS: tl.constexpr, EXPANDED: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0)
     k = tl.program_id(1) * EXPANDED + tl.arange(0, EXPANDED)
     weight = _weights(codes, scales, offsets, column, k, k < K, K, GROUP, OFFSETS, BITS)

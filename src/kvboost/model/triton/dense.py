@@ -16,26 +16,12 @@ COUNTED_ROWS = 64
 are read whole."""
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["table", "counted"],
-)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["table", "counted"])
 def _gather_kernel(
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    table,
-    num_rows,
-    counted,
-    keys,
-    values,
-    out_head_stride,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    pages, page_stride, head_stride, token_stride, table, num_rows, counted, keys,
+    values, out_head_stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     stored = row < num_rows
@@ -59,25 +45,11 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["sinks"])
 def _merge_kernel(
-    past,
-    past_row_stride,
-    past_head_stride,
-    past_lse,
-    past_lse_stride,
-    own,
-    own_row_stride,
-    own_head_stride,
-    own_lse,
-    own_lse_stride,
-    num_rows,
-    sinks,
-    out,
-    out_row_stride,
-    out_head_stride,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    past, past_row_stride, past_head_stride, past_lse, past_lse_stride,
+    own, own_row_stride, own_head_stride, own_lse, own_lse_stride, num_rows, sinks,
+    out, out_row_stride, out_head_stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     used = row < num_rows

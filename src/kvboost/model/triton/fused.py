@@ -1,5 +1,6 @@
-"""What a decoder layer does between its products, one kernel each: norms with the sum before them,
-rotation with the writing of fresh rows, and gates. They round where the model's own modules do."""
+"""The work of a decoder layer between its products, one kernel each: norms with the sum before
+them, rotation with the writing of fresh rows, and gates. They round where the model's own modules
+do."""
 
 from __future__ import annotations
 
@@ -27,23 +28,10 @@ def _normed(x, total, width, eps, weight, element: tl.constexpr):
 
 @triton.jit
 def _add_norm_kernel(
-    rows,
-    added,
-    summed,
-    weight,
-    out,
-    eps,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    rows, added, summed, weight, out, eps, sums, adapters, up, rank, split_stride,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr,
-):
+):  # fmt: skip
     element = out.dtype.element_ty
     channel = tl.arange(0, WIDE)
     inside = channel < WIDTH
@@ -69,35 +57,12 @@ def _add_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def _rotate_write_kernel(
-    qkv,
-    qkv_stride,
-    num_rows,
-    cos,
-    sin,
-    cos_stride,
-    query_norm,
-    key_norm,
-    eps,
-    slots,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+    qkv, qkv_stride, num_rows, cos, sin, cos_stride, query_norm, key_norm, eps, slots,
+    pages, page_stride, head_stride, token_stride, sums, adapters, up, rank, split_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SECOND: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < num_rows
@@ -158,9 +123,9 @@ def _rotate_write_kernel(
             y = _normed(y, total, 2 * HALF, eps, y_weight, element).to(tl.float32)
         turn = row * cos_stride + pair
         x_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        y_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        y_cos = tl.load(cos + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
         x_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        y_sin = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        y_sin = tl.load(sin + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
         # As the model rounds: each product, then the sum.
         new_x = (x * x_cos).to(element).to(tl.float32) - (y * x_sin).to(element).to(tl.float32)
         new_y = (y * y_cos).to(element).to(tl.float32) + (x * y_sin).to(element).to(tl.float32)
@@ -173,19 +138,10 @@ def _rotate_write_kernel(
 
 @triton.jit
 def _gate_kernel(
-    gate_up,
-    out,
-    sums,
-    adapters,
-    up,
-    rank,
-    split_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
+    gate_up, out, sums, adapters, up, rank, split_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < WIDTH
@@ -242,10 +198,11 @@ def rotate_and_write(
     addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
-    as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``qkv`` is
-    contiguous ``[rows, (heads + 2 * kv_heads) * dim]``, and is rotated in place; returns its
-    queries, keys and values, ``[rows, heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms``
-    are the weights of norms of each query and key. ``addition``: what adapters add before."""
+    as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``cos_sin`` may
+    have the numbers of each pair once, ``[rows, dim / 2]``. ``qkv`` is contiguous ``[rows, (heads +
+    2 * kv_heads) * dim]``, and is rotated in place; returns its queries, keys and values, ``[rows,
+    heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms`` are the weights of norms of each
+    query and key. ``addition``: what adapters add before."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = cos_sin
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -259,6 +216,7 @@ def rotate_and_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
+        SECOND=cos.shape[1] - dim // 2,
         WIDE=triton.next_power_of_2(dim // 2),
         PAGE=page,
         ROWS=at_once,

@@ -36,8 +36,8 @@ class HostCopy:
     """A copy of a tensor on the host, which starts at once."""
 
     def __init__(self, there: torch.Tensor, *, sleeps: bool = False) -> None:
-        """Whoever waits takes a processor's whole time meanwhile, unless it ``sleeps``: then it
-        hears some microseconds later."""
+        """A thread that waits takes a processor's whole time, unless it ``sleeps``: then it goes on
+        some microseconds later."""
         self.is_done: Callable[[], bool] | None = None
         """Whether ``values`` are there, if a GPU may still be at it."""
         self.wait: Callable[[], None] = lambda: None

@@ -29,32 +29,12 @@ KEYS = 64
     do_not_specialize_on_alignment=["positions", "weights", "table", "absent", "lse"],
 )
 def _mass_kernel(
-    query,
-    query_row_stride,
-    query_head_stride,
-    positions,
-    weights,
-    num_rows,
-    table,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    absent,
-    lse,
-    mass,
-    num_keys,
-    scale,
-    cap,
+    query, query_row_stride, query_head_stride, positions, weights, num_rows, table,
+    pages, page_stride, head_stride, token_stride, absent, lse, mass, num_keys, scale, cap,
     window,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     tile, kind = tl.program_id(0), tl.program_id(1)
     weights += kind * num_rows
     mass += kind * num_keys
@@ -101,11 +81,11 @@ def attention_mass(
     weights: torch.Tensor,
     *,
     window: int | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     absent: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys: after
+    """The attention of the ``rows`` of one request to each of its first ``num_keys`` keys: after
     softmax, averaged over heads, summed over rows by each of several ``weights``, float32
     ``[kinds, rows]``. The result is float32 ``[kinds, num_keys]``. The options are those of
     ``attend``, and ``absent`` is ``[keys]``."""
@@ -114,24 +94,14 @@ def attention_mass(
     query = query if query.stride(2) == 1 else query.contiguous()
     absent = None if absent is None else absent[None]
     lse = torch.empty(num_rows, heads, dtype=torch.float32, device=query.device)
-    attend(
-        query,
-        pages,
-        rows,
-        scale,
-        window=window,
-        soft_cap=soft_cap,
-        absent=absent,
-        sinks=sinks,
-        lse=lse,
-    )
+    attend(query, pages, rows, scale, window, softcap, sinks, absent=absent, lse=lse)
     kinds = len(weights)
     mass = torch.empty(kinds, num_keys, dtype=torch.float32, device=query.device)
     _mass_kernel[(triton.cdiv(num_keys, KEYS), kinds)](
         *(query, query.stride(0), query.stride(1), rows.positions, weights, num_rows),
         *(rows.tables, pages, *pages.stride()[:3]),
         *(None if absent is None else absent.view(torch.uint8), lse, mass, num_keys),
-        *(scale, soft_cap, window),
+        *(scale, softcap, window),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,

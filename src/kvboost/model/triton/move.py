@@ -53,7 +53,7 @@ class StoredSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MovedRows:
+class MovePlan:
     """Rows of stored spans and the pages they are written to, sent to the device in one copy."""
 
     spans: Sequence[StoredSpan]
@@ -76,7 +76,7 @@ class MovedRows:
         turns: Numbers,
         table: torch.Tensor,
         layers: PagedLayers,
-    ) -> list[MovedRows]:
+    ) -> list[MovePlan]:
         """The rows of spans, group by group, which go to the request whose pages are ``table``,
         ``[pages]``. ``turns`` are cosines and sines, float32 ``[2, layers, rotations, pairs]``, or
         ``[2, 1, rotations, pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``,
@@ -104,7 +104,7 @@ class MovedRows:
 def _describe(
     spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """The sources and the items of :class:`MovedRows`, and the span of each item. Checks that they
+    """The sources and the items of :class:`MovePlan`, and the span of each item. Checks that they
     fit."""
     known = set()  # there are few sources, or they differ in few ways
     numbers = []
@@ -186,28 +186,12 @@ def _mixed(new, at, mask, share):
     do_not_specialize_on_alignment=["sources", "items", "angles", "table"],
 )
 def _move_kernel(
-    like,
-    sources,
-    items,
-    angles,
-    rotations,
-    rotations_per_layer,
-    table,
-    addresses,
-    page_stride,
-    head_stride,
-    token_stride,
-    share,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    like, sources, items, angles, rotations, rotations_per_layer, table,
+    addresses, page_stride, head_stride, token_stride, share,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr,
+    WIDE_PAIRS: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     item = items + tl.program_id(0) * 4
     source = sources + tl.load(item) * 6
@@ -260,11 +244,7 @@ def _move_kernel(
 
 
 def move(
-    rows: MovedRows,
-    layers: PagedLayers,
-    *,
-    interleaved: bool = False,
-    share: float | None = None,
+    rows: MovePlan, layers: PagedLayers, *, interleaved: bool = False, share: float | None = None
 ) -> None:
     """Writes ``rows`` into the pages of all layers, their keys rotated; pairs of channels are
     neighbours if ``interleaved``. Computed in float32, rounded once; keys that rotate by no angle

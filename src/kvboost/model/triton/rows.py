@@ -21,7 +21,7 @@ MOST_PARTS = 32
 KEYS_PER_PART = 192
 """A part with fewer keys than this costs more than it gains."""
 PART_COST, COMBINING_COST = 320, 224
-"""What writing a part takes, and what combining parts takes in all: as so many keys."""
+"""The costs of writing a part, and of combining all parts, in keys."""
 MASKED_COST = 4
 """Keys that only some rows of a tile see take longer than others: for four of them, as long as
 five."""
@@ -37,7 +37,7 @@ TILE_FIELDS = ("start", "room", "slot", "parts")
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes at a time: ``rows`` rows times heads, and ``keys`` keys. How it
+    """The work of one program at a time: ``rows`` rows times heads, and ``keys`` keys. How it
     ``reads`` keys and values: row by row, a page at a time, or from copies in one piece each. The
     latter two are for Hopper's units for copying tiles, which need no registers."""
 
@@ -48,8 +48,8 @@ class Tile:
     reads: Literal["rows", "pages", "piece"] = "rows"
 
     def whole(self, num_rows: int, group: int) -> int:
-        """The most rows up to ``num_rows`` that begin no tile which they do not nearly fill, if one
-        takes fewer; ``group`` query heads share a KV head."""
+        """The most of ``num_rows`` rows that fill whole tiles, or all if they do not fill one: a
+        tile that is not full takes as long as a full one. ``group`` query heads share a KV head."""
         tiles = num_rows * group // self.rows
         return tiles * self.rows // group if tiles else num_rows
 
@@ -119,7 +119,7 @@ class TiledRows:
     most_parts: int
     """The most parts of a tile."""
     slots: int
-    """How many parts there are of tiles in several parts, at most."""
+    """The most parts that there are of tiles in several parts."""
     end: int
     """One past the last position."""
     group: int
@@ -191,7 +191,7 @@ class TiledRows:
 
 
 def keys_of(first: Ints, last: Ints) -> Ints:
-    """How many keys tiles count as, if their first and last rows have these positions."""
+    """The number of keys that tiles count as, if their first and last rows have these positions."""
     return last + 1 + (last - first) // MASKED_COST
 
 
@@ -231,9 +231,9 @@ def pick_parts(
     most_parts: int = MOST_PARTS,
     most_items: int | None = None,
 ) -> Ints:
-    """How many parts each tile is cut into, if tiles have so many ``keys`` and ``at_once`` programs
-    run at a time: parts of about the same length, as many of them as end first. At most
-    ``most_parts`` of a tile and ``most_items`` of all tiles."""
+    """The number of parts that each tile is cut into, if tiles have so many ``keys`` and
+    ``at_once`` programs run at a time: parts of about the same length, as many of them as end
+    first. At most ``most_parts`` of a tile and ``most_items`` of all tiles."""
     longest, total = int(keys.max()), int(keys.sum()) * kv_heads
     # Tries parts that are as long as the longest tile divided by 1, 1.5, 2, …
     twice = np.arange(2, 2 * max(1, min(longest // KEYS_PER_PART, most_parts)) + 1)
@@ -254,7 +254,7 @@ def pick_parts(
 
 
 def _keys_until_done(lengths: Floats, counts: Ints, at_once: int) -> float:
-    """How many keys one of the programs that run side by side attends to, at most, if there are
+    """The most keys that one of the programs side by side attends to, if there are
     ``counts`` programs of these ``lengths``: those with the most are followed by those with the
     fewest."""
     order = lengths.argsort()[::-1]
@@ -266,7 +266,7 @@ def _keys_until_done(lengths: Floats, counts: Ints, at_once: int) -> float:
 
 
 def programs_at_once(device: torch.device, tile: Tile) -> int:
-    """How many programs of this tile a device runs at a time."""
+    """The number of programs of this tile that a device runs at a time."""
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -80,5 +80,5 @@ def count_sinks(out, weight, sinks, head, used):
 
 @triton.jit
 def factor_of(scale, cap):
-    """What scores are multiplied by, for weights that are powers of two."""
+    """The factor of scores, for weights that are powers of two."""
     return LOG2_E if cap is not None else scale * LOG2_E

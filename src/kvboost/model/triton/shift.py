@@ -194,36 +194,13 @@ def _slot_address(table, position, used, page_stride, token_stride, PAGE: tl.con
     do_not_specialize_on_alignment=["fresh", "weights", "num_spans", "bounds", "table"],
 )
 def _errors_kernel(
-    keys,
-    key_row_stride,
-    key_head_stride,
-    values,
-    value_row_stride,
-    value_head_stride,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    fresh,
-    num_fresh,
-    weights,
-    num_spans,
-    bounds,
-    table,
-    cos,
-    sin,
-    offsets,
-    error_weight,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    keys, key_row_stride, key_head_stride, values, value_row_stride, value_head_stride,
+    pages, page_stride, head_stride, token_stride, fresh, num_fresh, weights, num_spans, bounds,
+    table, cos, sin, offsets, error_weight,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, WIDE_PAIRS: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     WIDE_BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """The offsets of one span's blocks in one head: of keys at position 0, and of values."""
     span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if span >= tl.load(num_spans):  # room for more: nobody reads its offsets
@@ -237,25 +214,9 @@ def _errors_kernel(
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         _, _, _, _, _, of_keys, of_values = _errors(
-            keys,
-            key_row_stride,
-            values,
-            value_row_stride,
-            pages,
-            page_stride,
-            token_stride,
-            table,
-            fresh,
-            num_fresh,
-            row,
-            end,
-            DIM,
-            WIDE,
-            PAIRS,
-            WIDE_PAIRS,
-            PAGE,
-            INTERLEAVED,
-        )
+            keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
+            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED,
+        )  # fmt: skip
         square_keys += of_keys
         square_values += of_values
     scale_keys = error_weight * (end - begin) / tl.maximum(tl.sum(square_keys), 1e-30)
@@ -275,25 +236,9 @@ def _errors_kernel(
         row = start + tl.arange(0, ROWS)
         used = row < end
         position, x, y, plain, value, of_keys, of_values = _errors(
-            keys,
-            key_row_stride,
-            values,
-            value_row_stride,
-            pages,
-            page_stride,
-            token_stride,
-            table,
-            fresh,
-            num_fresh,
-            row,
-            end,
-            DIM,
-            WIDE,
-            PAIRS,
-            WIDE_PAIRS,
-            PAGE,
-            INTERLEAVED,
-        )
+            keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
+            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED,
+        )  # fmt: skip
         weight = tl.load(
             weights + row[None, :] * BLOCKS + block,
             mask=used[None, :] & (block < BLOCKS),
@@ -327,25 +272,11 @@ def _errors_kernel(
 
 @triton.jit
 def _errors(
-    keys,
-    key_row_stride,
-    values,
-    value_row_stride,
-    pages,
-    page_stride,
-    token_stride,
-    table,
-    fresh,
-    num_fresh,
-    row,
-    end,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
+    fresh, num_fresh, row, end,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, WIDE_PAIRS: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """The positions of some recomputed rows, ``[rows, 1]``, and by how much they differ from the
     stale ones in one head: keys in the first and the second channels of each pair and in those that
     do not rotate, and values; then the squared differences of keys and of values."""
@@ -388,24 +319,10 @@ def _add(to, offset, mask):
 
 @triton.jit(do_not_specialize_on_alignment=["stale", "num_stale", "table"])
 def _shift_kernel(
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    stale,
-    num_stale,
-    table,
-    cos,
-    sin,
-    offsets,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    pages, page_stride, head_stride, token_stride, stale, num_stale, table, cos, sin, offsets,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, WIDE_PAIRS: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Adds the offsets of their blocks to some rows, in one head."""
     head = tl.program_id(1).to(tl.int64)
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]

@@ -10,7 +10,7 @@ import torch
 
 from kvboost.model.triton.attention import FEW_COMBINED, attend
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
+from kvboost.model.triton.move import MovePlan, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, Tile, TiledRows, dense_tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
@@ -21,14 +21,7 @@ MORE_PARTS = [1 << bit for bit in range(2, MOST_PARTS.bit_length())]
 
 
 def warm_up(
-    layers: PagedLayers,
-    heads: int,
-    pairs: int,
-    blocks: int,
-    *,
-    interleaved: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    layers: PagedLayers, heads: int, pairs: int, blocks: int, *, interleaved: bool = False
 ) -> None:
     """Runs every kernel once, in all forms that requests need, over a few pages of its own with the
     shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head, ``blocks`` those of
@@ -57,29 +50,27 @@ def warm_up(
 
     tiles = tiles_of(like.dtype, dim)
     for rows in starmap(rows_of, product(tiles, (1, 2))):
-        attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
-        attention_mass(
-            query, pages, rows, 1.0, page, weights, window=window, soft_cap=soft_cap, absent=absent
-        )
+        attend(query, pages, rows, 1.0)
+        attention_mass(query, pages, rows, 1.0, page, weights, absent=absent)
     for parts in MORE_PARTS:
-        attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
+        attend(query, pages, rows_of(tiles[0], parts), 1.0)
     rows = rows_of(tiles[-1], 2)
     many = FEW_COMBINED // (tiles[-1].rows * kv_heads) + 1  # combined in another form than few
     rows = replace(rows, tiles=rows.tiles.repeat(many, 1))
-    attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
+    attend(query, pages, rows, 1.0)
 
     if (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
         for parts in (1, 2):
-            attend(query, pages, rows_of(tile, parts), 1.0, window=window, soft_cap=soft_cap)
+            attend(query, pages, rows_of(tile, parts), 1.0)
     if (tile := Tile.over(pages, LEAST_DENSE)).reads == "pages":
         for parts, requests in product((1, 2), (1, 2)):
             rows = rows_of(tile, parts, requests)
-            attend(query.expand(2, -1, -1), pages, rows, 1.0, window=window, soft_cap=soft_cap)
+            attend(query.expand(2, -1, -1), pages, rows, 1.0)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
     turn = np.ones((2, 1, 1, pairs), np.float32)
-    (moved,) = MovedRows.of([[StoredSpan(Source(stored), 0, 1, 0)]], turn, table, own)
+    (moved,) = MovePlan.of([[StoredSpan(Source(stored), 0, 1, 0)]], turn, table, own)
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
     block_of, shares = np.zeros(page + 1, np.int64), np.ones((1, blocks, blocks), np.float32)

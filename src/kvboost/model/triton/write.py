@@ -12,28 +12,12 @@ ROWS = 16
 """Rows of one program."""
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["slots"],
-)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
-    keys,
-    key_row_stride,
-    key_head_stride,
-    values,
-    value_row_stride,
-    value_head_stride,
-    slots,
-    num_rows,
-    pages,
-    page_stride,
-    head_stride,
-    token_stride,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    keys, key_row_stride, key_head_stride, values, value_row_stride, value_head_stride, slots,
+    num_rows, pages, page_stride, head_stride, token_stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < num_rows

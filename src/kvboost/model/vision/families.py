@@ -1,5 +1,5 @@
-"""How each family of models reads images: what an image becomes in the text of a prompt, and what
-its vision tower takes."""
+"""The ways in which families of models read images: what an image becomes in the text of a prompt,
+and what its vision tower takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tile:
-    """What the text of an image is made of."""
+    """The parts of an image's text."""
 
     row: str
     """The token of each row."""

@@ -1,4 +1,4 @@
-"""What a model needs beside its weights to read images."""
+"""Loads what a model needs beside its weights to read images."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find_processor(
 def make_tower(
     forward: Forward, tokenizer: PreTrainedTokenizerBase, processor: Any
 ) -> VisionTower | str:
-    """What makes the features of images; why there is none, if there is none."""
+    """The vision tower, or the reason why there is none."""
     config = forward.model.config
     if config.model_type not in FAMILIES:
         sees = getattr(config, "vision_config", None) is not None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_LOPSIDED = 200
-"""How many times as long as wide an image may be: scaled down, others would have no width."""
+"""The largest ratio of an image's sides: scaled down, others would have no width."""
 _DATA_URL = "data:"
 _REMOTE = ("http://", "https://", "ftp://")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Pixels = dict[str, torch.Tensor]
-"""What a vision tower takes, by the names of its arguments."""
+"""The inputs of a vision tower, by the names of its arguments."""
 
 DECODERS = 2
 """Images that are decoded at once: each takes ten bytes for a pixel meanwhile."""
@@ -50,13 +50,7 @@ class ImageReader:
     """Reads images for one model. Thread-safe; it can be pickled, so that another process reads
     them just as this one."""
 
-    def __init__(
-        self,
-        model_type: str,
-        tile: Tile,
-        row_id: int,
-        processor: Any,
-    ) -> None:
+    def __init__(self, model_type: str, tile: Tile, row_id: int, processor: Any) -> None:
         """``processor``: the image processor of transformers. ``row_id``: the token of each row."""
         self._model_type = model_type
         self._tile = tile
@@ -113,7 +107,7 @@ class ImageReader:
                 self._text_size -= len(old.text)
 
     def kept_pixels(self, digest: bytes) -> Pixels | None:
-        """What the vision tower takes of an image, if that was made a short while ago."""
+        """The vision tower's input for an image, if it was made a short while ago."""
         with self._lock:
             if digest in self._pixels:
                 self._pixels.move_to_end(digest)
@@ -135,7 +129,7 @@ class ImageReader:
     def _process(
         self, data: bytes, limits: ImageLimits
     ) -> tuple[Pixels, str, tuple[int, int] | None]:
-        """What the tower takes, the text of the image, and its grid."""
+        """The tower's input, the text of the image, and its grid."""
         with self._decoders:
             return self._decode(data, limits)
 

@@ -20,7 +20,8 @@ KEPT_FEATURE_BYTES = 256 * 1024**2
 Awaited = Callable[[], bool] | None
 """Whether what a request waits for is there; None if it waits for nothing."""
 POLL_SECONDS = 0.005
-"""How long to wait for another thread before others run again, if there is nothing else to do."""
+"""The seconds to wait for another thread before others run again, if there is nothing else to
+do."""
 TILES_ON_GPU = 16
 """Tiles of an image that go through the tower together; on a CPU one, so that others can run
 between two."""
@@ -38,7 +39,7 @@ class VisionTower:
         self._kept_bytes = 0
         self._lock = threading.Lock()
         self.num_images = 0
-        """How many images have gone through the tower."""
+        """The number of images that have gone through the tower."""
 
     @property
     def sees_ahead(self) -> bool:
@@ -114,7 +115,7 @@ class VisionTower:
 
 
 def _in_thread(work: Callable[[], Pixels]) -> Future[Pixels]:
-    """What ``work`` returns or raises, in a thread of its own."""
+    """The result of ``work``, which runs in a thread of its own."""
     made: Future[Pixels] = Future()
 
     def run() -> None:
@@ -128,6 +129,6 @@ def _in_thread(work: Callable[[], Pixels]) -> Future[Pixels]:
 
 
 def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """What a tower gives, for each image or tile or for all, as ``[rows, width]``."""
+    """The features that a tower gives, for each image or tile or for all, as ``[rows, width]``."""
     whole = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
     return whole.reshape(-1, whole.shape[-1])

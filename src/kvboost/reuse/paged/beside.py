@@ -29,7 +29,7 @@ class RowsBeside:
         self.most_rows = self.num_rows - 1
         self._slab = slab
         self._rows = FixedRows(kernels, heads, self.num_rows, capacity)
-        self._attention = kernels.attend_rows(self._rows.paged)
+        self.attend = kernels.attend_rows(self._rows.paged)
 
     def takes(self, segment: Segment) -> bool:
         kv = segment.kv
@@ -60,18 +60,6 @@ class RowsBeside:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids, positions, slots = self._rows.inputs()
         return ids.long(), positions, slots.clamp(min=SCRATCH * PAGE)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        self._attention(layer, query, scale, out, window=window, soft_cap=softcap, sinks=sinks)
 
     def _table(self, kv: RequestKV) -> torch.Tensor:
         return self._slab.table[kv.holding.row, : len(kv.holding.pages)]

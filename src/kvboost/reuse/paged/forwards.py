@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvboost.model.execution.segment import Hook, Segment, rows_first
+from kvboost.model.execution.segment import Hook, Rules, Segment, rows_first
 from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
@@ -29,7 +29,6 @@ from kvboost.reuse.paged.graphs import (
     FixedShift,
 )
 from kvboost.reuse.paged.hooks import (
-    ANSWERED,
     PROBES,
     REPAIRS,
     ROWS,
@@ -100,71 +99,31 @@ class CapturedBatch(RowBatch):
             self._hook.on_fresh(layer, keys, values)
         write(keys, values, super().pages(layer), self.targets)
 
-    def show(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if self._hook is not None:
-            self._hook.on_query(layer, rows_first(query), scale, window, sinks)
+            self._hook.on_query(layer, rows_first(query), rules)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        return self._attend(layer, rows_first(query), scale, window, softcap, sinks)[None]
+        return self._attention(layer, rows_first(query), rules)[None]
 
     def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        *,
-        fresh: Fresh | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         """Called by layers that have written the fresh rows to ``pages``."""
         if self._hook is not None and self._fresh is not None:
             keys, values = self._fresh.flatten(0, 1)[: len(self.slots)].chunk(2, -1)
             self._store(layer, keys, values)
-            self._hook.on_query(layer, query, scale, window, sinks)
-        return self._attend(layer, query, scale, window, softcap, sinks)
-
-    def _attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of all rows; that of padding is zero."""
-        return self._attention(layer, query, scale, window=window, soft_cap=softcap, sinks=sinks)
+            self._hook.on_query(layer, query, rules)
+        return self._attention(layer, query, rules)  # that of padding is zero
 
 
 class SegmentForwards:
     """Runs segments of requests with pages of one slab. One thread at a time may call it."""
 
     def __init__(
-        self,
-        kernels: GpuKernels,
-        slab: Slab,
-        heads: int,
-        run_rows: RunModel,
-        capture: Capture,
+        self, kernels: GpuKernels, slab: Slab, heads: int, run_rows: RunModel, capture: Capture
     ) -> None:
         self.kernels = kernels
         self.slab = slab
@@ -175,7 +134,7 @@ class SegmentForwards:
         self._sizes = SIZES
         self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
         self._missing: Counter[tuple[str, int]] = Counter()
-        """How often rows would have run in a forward of this kind and size."""
+        """The number of times rows would have run in a forward of this kind and size."""
         self._refused: dict[str, str] = {}
 
     @property
@@ -198,7 +157,7 @@ class SegmentForwards:
 
     def size_for(self, kind: str, rows: int) -> int:
         """The number of rows that a forward of this kind computes for ``rows``."""
-        return PROBE_ROWS if kind in (PROBES, ANSWERED) else self.bucket_of(max(2, rows))
+        return PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, rows))
 
     def record(self, kind: str, size: int) -> None:
         """Records a forward before a request needs it. It runs padding."""
@@ -235,7 +194,7 @@ class SegmentForwards:
             kind is not None
             and kind not in self._refused
             and kv.slab is self.slab
-            and len(segment) <= (PROBE_ROWS if kind in (PROBES, ANSWERED) else self.most_rows)
+            and len(segment) <= (PROBE_ROWS if kind == PROBES else self.most_rows)
             and segment.num_logits <= (MOST_SCORED if kind == SCORED else 1)
             and segment.sampler is None
             and not segment.as_stock
@@ -275,11 +234,11 @@ class SegmentForwards:
 
     def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
-        probes = kind in (PROBES, ANSWERED)
+        probes = kind == PROBES
         rows = FixedRows(kernels, self._heads, size, capacity, in_pages=probes)
         hook: FixedHook[Any] | None = None
         if probes:
-            hook = FixedMass(kernels, rows, ends=kind == PROBES)
+            hook = FixedMass(kernels, rows)
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity, rows.table)
         batch: CapturedBatch | None = None
@@ -312,9 +271,9 @@ class SegmentForwards:
 
 
 def _kind(segment: Segment) -> str | None:
-    """What kind of forward a segment is; None if it is another."""
+    """The kind of forward that a segment is; None if it is another."""
     rows = ROWS if segment.num_logits <= 1 else SCORED
     kind = rows if segment.hook is None else segment.hook.kind
-    if segment.absent is not None and kind not in (PROBES, ANSWERED):
+    if segment.absent is not None and kind != PROBES:
         return None
     return kind if (segment.until is not None) == (kind == PROBES) else None

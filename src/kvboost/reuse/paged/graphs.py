@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
@@ -145,7 +145,7 @@ class CapturedForward(Generic[H]):
 
         self._replay = capture(forward)
         self.result: Any = None
-        """What the model gave; it changes with the next run."""
+        """The model's result; it changes with the next run."""
 
     def has_room(self, num_rows: int) -> bool:
         return self._rows.has_room(num_rows)
@@ -168,13 +168,7 @@ class FixedRows:
     are never copied into one piece for that."""
 
     def __init__(
-        self,
-        kernels: GpuKernels,
-        heads: int,
-        size: int,
-        capacity: int,
-        *,
-        in_pages: bool = False,
+        self, kernels: GpuKernels, heads: int, size: int, capacity: int, *, in_pages: bool = False
     ) -> None:
         pages = kernels.pages
         self._page, self._size = pages.size, size
@@ -216,9 +210,9 @@ class FixedRows:
 
 
 class FixedTiles:
-    """What programs compute, if tiles have fixed places and their keys differ between requests:
-    ``tiles`` are where they start and what they have room for, in rows times the ``group`` of heads
-    that share a KV head."""
+    """The tiles of a captured forward. They have fixed places and their keys differ between
+    requests: ``tiles`` are where they start and what they have room for, in rows times the
+    ``group`` of heads that share a KV head."""
 
     def __init__(
         self, tiles: Sequence[tuple[int, int]], tile: Tile, group: int, pages: KVPages
@@ -234,11 +228,7 @@ class FixedTiles:
         self._end_rows, self._end_heads = np.divmod(starts + room, group)
 
     def paged(
-        self,
-        positions: torch.Tensor,
-        buffer: torch.Tensor,
-        table: torch.Tensor,
-        capacity: int,
+        self, positions: torch.Tensor, buffer: torch.Tensor, table: torch.Tensor, capacity: int
     ) -> TiledRows:
         """The rows at ``positions``; their tiles will be in ``buffer``."""
         items, tiles = self._parts_of(buffer)
@@ -298,11 +288,10 @@ class FixedShift(FixedHook[PagedShift | None]):
 
 
 class FixedMass(FixedHook[PagedMass]):
-    """What ``rows``, the last ones of any prompt, attend to. Nothing in the forward sees rows that
-    are absent: they are not computed yet. ``ends``: whether it ends in the last layer that is
-    observed."""
+    """The attention of ``rows``, the last ones of any prompt. Nothing in the forward sees rows that
+    are absent: they are not computed yet. The forward ends in the last layer that is observed."""
 
-    def __init__(self, kernels: GpuKernels, rows: FixedRows, *, ends: bool = True) -> None:
+    def __init__(self, kernels: GpuKernels, rows: FixedRows) -> None:
         device, capacity = kernels.pages.device, rows.paged.end
         self._kernels, self._rows = kernels, rows.paged
         self._bands = probed_layers(len(kernels.pages.caches))
@@ -318,34 +307,26 @@ class FixedMass(FixedHook[PagedMass]):
         self._end = 0
         """From here on, all keys are absent."""
         self._mass = torch.zeros(2, KINDS, capacity, device=device)
-        self._ends = ends
         self.hidden = self._absent
 
     def begin(self) -> None:
         self._mass.zero_()
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if (band := self._bands.number(layer)) is None:
             return
         self._mass[band] += mass.attention_mass(
             query[: len(self._rows.positions)],
             self._kernels.pages.caches[layer],
             self._rows,
-            scale,
+            rules.scale,
             len(self._absent),
             self._weights,
-            window=window,
+            window=rules.window,
             absent=self._absent,
-            sinks=sinks,
+            sinks=rules.sinks,
         )
-        if layer == self._bands.last and self._ends:
+        if layer == self._bands.last:
             raise EnoughLayers
 
     def load(self, hook: PagedMass) -> bool:

@@ -1,4 +1,4 @@
-"""What serves the layers of a forward over pages, and which forwards are captured."""
+"""The attention of a forward over pages, and the kinds of captured forwards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Protocol
 import torch
 
 from kvboost.model.execution.attention import StopForward
+from kvboost.model.execution.segment import Rules
 
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
 """Kinds of captured forwards. One of rows has no hook; those of the others say their kind."""
-ANSWERED = "probes with an answer"
-"""Probes that go through all layers."""
 SCORED = "rows with several logits"
 """Rows that heal during an answer, and those of the answer, which they are compared with."""
 
@@ -24,13 +23,5 @@ class Attention(Protocol):
     """Attends for the rows of one forward."""
 
     def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
-        *,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, rules: Rules, out: torch.Tensor | None = None
     ) -> torch.Tensor: ...

@@ -12,15 +12,16 @@ import torch
 
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.segment import Hook, Rules
 from kvboost.model.paged.slab import PAGE
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.host import HostCopy
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
+from kvboost.model.triton.take import take
 from kvboost.model.triton.warm import warm_up
-from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, EnoughLayers
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
 from kvboost.reuse.probe import KINDS, AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
@@ -93,9 +94,16 @@ class GpuKernels:
         rotation = self._rotation
         turns = NO_TURN if rotation is None else rotation.turns(distances)
         interleaved = rotation is not None and rotation.interleaved
-        several = move.MovedRows.of(spans, turns, table, self._layers)
+        several = move.MovePlan.of(spans, turns, table, self._layers)
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
+
+    def take_rows(
+        self, spans: Sequence[tuple[int, int]], table: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Copies of rows of all layers, as chunks hold them. A span is ``(start, rows)``, counted
+        from the first row of the pages ``table``."""
+        return take(spans, table, self._layers)
 
     def _span(self, hit: Hit, data: KVData, rotation: int) -> move.StoredSpan:
         """The stored rows of a hit, in full precision, on the device."""
@@ -127,26 +135,10 @@ class GpuKernels:
         hidden = None if absent is None else absent[None]
 
         def attend(
-            layer: int,
-            query: torch.Tensor,
-            scale: float,
-            out: torch.Tensor | None = None,
-            *,
-            window: int | None = None,
-            soft_cap: float | None = None,
-            sinks: torch.Tensor | None = None,
+            layer: int, query: torch.Tensor, rules: Rules, out: torch.Tensor | None = None
         ) -> torch.Tensor:
-            return attention.attend(
-                query,
-                self.pages.caches[layer],
-                rows,
-                scale,
-                window=window,
-                soft_cap=soft_cap,
-                absent=hidden,
-                sinks=sinks,
-                out=out,
-            )
+            pages = self.pages.caches[layer]
+            return attention.attend(query, pages, rows, *rules, absent=hidden, out=out)
 
         return attend
 
@@ -228,22 +220,16 @@ def _numbered(kinds: Sequence[int]) -> list[int]:
 class PagedMass(Hook):
     """Gives ``seen`` the attention of the last rows of a forward, which are at ``rows``."""
 
+    kind = PROBES
+
     def __init__(
         self, kernels: GpuKernels, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor
     ) -> None:
         self.seen, self.num_rows = seen, len(rows)
-        self.kind = PROBES if seen.ends else ANSWERED
         self._kernels, self._rows, self._table = kernels, rows, table
         self._tiled: TiledRows | None = None
 
-    def on_query(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
         if (band := self.seen.bands.number(layer)) is None:
             return
         if self._tiled is None:
@@ -256,17 +242,16 @@ class PagedMass(Hook):
             query[-self.num_rows :],
             self._kernels.pages.caches[layer],
             self._tiled,
-            scale,
+            rules.scale,
             self.seen.start,
             self._weights,
-            window=window,
+            window=rules.window,
             absent=self._absent,
-            sinks=sinks,
+            sinks=rules.sinks,
         )
         if layer == self.seen.bands.last:
             self.give(self._mass)
-            if self.seen.ends:
-                raise EnoughLayers
+            raise EnoughLayers
 
     def give(self, mass: torch.Tensor) -> None:
         """Hands over what was seen. The host goes on meanwhile."""

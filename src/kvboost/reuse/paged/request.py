@@ -37,7 +37,7 @@ class PagedRequest:
         self._store = store
         self._kv, self._kernels, self._packer = kv, kernels, packer
         self._groups: list[tuple[list[tuple[Hit, KVData]], float | None]] = []
-        """What is to be placed, one after the other."""
+        """The hits to place, one group after the other."""
         self._rows_from_elsewhere = 0
 
     @property

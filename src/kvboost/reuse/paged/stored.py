@@ -29,7 +29,6 @@ class PagedData(KVData):
             "first": first,
             "num_rows": num_rows,
             "is_whole": is_whole,
-            "key_norm": 0.0,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -102,7 +101,7 @@ class PageStore:
 
     @property
     def num_free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of pages that nobody holds."""
         return self._slab.num_free
 
     def has_room(self, num_rows: int, position: int) -> bool:

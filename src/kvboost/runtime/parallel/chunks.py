@@ -85,7 +85,7 @@ class ShardedData(KVData):
 
 def shard(local: KVData, ranks: Ranks, handle: Handle) -> ShardedData:
     """``local`` as rank 0's heads of the chunk that the other ranks know by ``handle``."""
-    return ShardedData(local.bits, local.tensors, local.key_norm, ranks=ranks, handle=handle)
+    return ShardedData(local.bits, local.tensors, ranks=ranks, handle=handle)
 
 
 class ShardedPacker(Packer):
@@ -115,20 +115,17 @@ class ShardedPacker(Packer):
 
         return pack
 
-    def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[messages.Packed]]:
+    def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[int]]:
         """Has the other ranks pack ``part``."""
         handle = self._ranks.new_handle()
         known = part.like.number if isinstance(part.like, ShardedData) else None
         asked = messages.PackRows(handle.number, kv, part.start, part.end, known, part.common)
         return handle, self._ranks.ask(asked)
 
-    def _joined(
-        self, local: KVData, handle: Handle, packed: Sequence[messages.Packed]
-    ) -> ShardedData:
-        if any(other.bits != local.bits for other in packed):
+    def _joined(self, local: KVData, handle: Handle, packed: Sequence[int]) -> ShardedData:
+        if any(bits != local.bits for bits in packed):
             raise RuntimeError("numbers too large to be quantized, in the heads of some ranks only")
-        norms = [local.key_norm, *(other.key_norm for other in packed)]
-        return shard(replace(local, key_norm=sum(norms) / len(norms)), self._ranks, handle)
+        return shard(local, self._ranks, handle)
 
 
 class RankShards:
@@ -153,13 +150,13 @@ class RankShards:
 
     def join(self, part: KVChunk) -> KVChunk | None:
         assert isinstance(part.data, ShardedData)
-        own = KVData(part.data.bits, part.data.tensors, part.data.key_norm)
+        own = KVData(part.data.bits, part.data.tensors)
         if not self._is_split:
             return _with(part, own)
         others = self._ranks.ask(messages.Give(part.data.number))
         if any(other is None for other in others):
             return None
-        return _with(part, replace(join_heads([own, *others]), key_norm=own.key_norm))
+        return _with(part, join_heads([own, *others]))
 
     def is_complete(self, part: KVChunk) -> bool:
         assert isinstance(part.data, ShardedData)

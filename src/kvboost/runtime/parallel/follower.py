@@ -18,13 +18,11 @@ from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.loading.parallel import load_part
 from kvboost.reuse.assemble import place_rows
-from kvboost.reuse.rope import MixedRotation, Rotation
+from kvboost.reuse.rope import Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
 from kvboost.runtime.parallel import messages
-from kvboost.runtime.parallel.hooks import observed
-from kvboost.runtime.parallel.messages import Failure, Message, Packed
-from kvboost.runtime.parallel.processes import join_group
-from kvboost.runtime.parallel.ranks import Link
+from kvboost.runtime.parallel.messages import Failure, Message
+from kvboost.runtime.parallel.ranks import Link, join_group
 
 
 class Follower:
@@ -69,8 +67,7 @@ class Follower:
         self._parts.clear()
         self._model = load_part(message.name, message.tp_size, **message.options)
         rotation = rotation_of(self._model)
-        assert not isinstance(rotation, MixedRotation)
-        self._rotation = rotation
+        self._rotation = None if rotation is None else rotation.groups[0]
 
     @do.register
     def _(self, message: messages.Serve) -> None:
@@ -78,7 +75,7 @@ class Follower:
         self._parts.clear()
         self._ram = RamTier(sys.maxsize, pinned=self._device.type == "cuda")
         self._quantizer = make_quantizer(
-            self._model, self._rotation, self._ram, message.kv_cache_bits, message.key_norms
+            self._model, self._rotation, self._ram, message.kv_cache_bits
         )
 
     @do.register
@@ -107,7 +104,7 @@ class Follower:
 
     @do.register
     def _(self, message: messages.Observed) -> torch.Tensor | None:
-        found = observed(self._hook)
+        found = None if self._hook is None else self._hook.observed()
         return None if found is None else found.cpu()
 
     @do.register
@@ -118,12 +115,12 @@ class Follower:
         place_rows(data, message.base, message.offset, where, kv, *how)
 
     @do.register
-    def _(self, message: messages.PackRows) -> Packed:
+    def _(self, message: messages.PackRows) -> int:
         rows = self._kvs[message.kv].rows(message.start, message.end)
         like = None if message.like is None else self._parts.get(message.like)
         data = self._quantizer.pack(rows, message.start, like, message.common)
         self._parts[message.part] = data
-        return Packed(data.bits, data.key_norm)
+        return data.bits
 
     @do.register
     def _(self, message: messages.Copy) -> None:

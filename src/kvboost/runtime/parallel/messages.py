@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks. They do it in the order in which it was sent."""
+"""What rank 0 tells the other ranks, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from kvboost.cache.quantize import KVData
-from kvboost.runtime.parallel.hooks import HookMessage
+from kvboost.model.execution.segment import Hook
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift
 
 
 class Message:
@@ -32,7 +34,6 @@ class Serve(Message):
     """An engine with these options begins; the last one has ended. Its chunks are gone."""
 
     kv_cache_bits: int
-    key_norms: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Place(Message):
 
 @dataclass(frozen=True)
 class PackRows(Message):
-    """Keep a copy of rows ``[start, end)`` as a chunk; the answer is :class:`Packed`."""
+    """Keep a copy of rows ``[start, end)`` as a chunk; the answer is its bits."""
 
     part: int
     kv: int
@@ -118,12 +119,6 @@ class PackRows(Message):
     like: int | None
     common: int
     answered = True
-
-
-@dataclass(frozen=True)
-class Packed:
-    bits: int
-    key_norm: float
 
 
 @dataclass(frozen=True)
@@ -167,3 +162,29 @@ class Failure:
     reason: str
     fatal: bool
     """Whether the rank has ended."""
+
+
+@dataclass(frozen=True)
+class HookMessage:
+    """What another rank makes the same hook of."""
+
+    make: type[Hook]
+    args: tuple[Any, ...]
+    """Tensors, and what has some, on the host."""
+
+    @classmethod
+    def of(cls, hook: Hook | None) -> HookMessage | None:
+        if hook is None:
+            return None
+        assert hook.args is not None, f"other ranks do not know {type(hook).__name__}"
+        return cls(type(hook), tuple(_to("cpu", arg) for arg in hook.args))
+
+    def make_hook(self, rotation: Rotation | None, device: torch.device) -> Hook:
+        args = [_to(device, arg) for arg in self.args]
+        if self.make is Shift:
+            args.insert(0, rotation)
+        return self.make(*args)
+
+
+def _to(device: torch.device | str, arg: Any) -> Any:
+    return arg.to(device) if hasattr(arg, "to") else arg

@@ -20,13 +20,17 @@ from kvboost.model.execution.segment import Segment
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.loading.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.rope import MixedRotation
-from kvboost.runtime.backend import MAX_IDLE, Backend
+from kvboost.runtime.backend import MAX_IDLE, Backend, group_format
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker, ShardedPool, number_of
-from kvboost.runtime.parallel.hooks import HookMessage, add_up, observed
-from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
-from kvboost.runtime.parallel.processes import open_ranks
-from kvboost.runtime.parallel.ranks import Ranks
+from kvboost.runtime.parallel.messages import (
+    HookMessage,
+    Load,
+    Observed,
+    Run,
+    SegmentMessage,
+    Serve,
+)
+from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from kvboost.runtime.runtime import Runtime
 
 
@@ -42,10 +46,20 @@ class LeadingForward(PartForward):
             self._ranks.cast(Run(tuple(_describe(segment) for segment in segments)))
             logits = super().__call__(segments)
             hook = segments[-1].hook
-            if hook is not None and observed(hook) is not None:
+            own = None if hook is None else hook.observed()
+            if hook is not None and own is not None:
                 assert len(segments) == 1, "a probe runs alone"
-                add_up(hook, self._ranks.ask(Observed()))
+                _add_up(own, self._ranks.ask(Observed()), averages=hook.averages)
             return logits
+
+
+@torch.inference_mode()
+def _add_up(own: torch.Tensor, others: Sequence[torch.Tensor], *, averages: bool) -> None:
+    """Adds what the other ranks have observed to what rank 0 has."""
+    for part in others:  # in the order of the ranks, so that the sum is the same every time
+        own += part.to(own.device)
+    if averages:  # over heads, of which every rank has as many
+        own /= len(others) + 1
 
 
 def _describe(segment: Segment) -> SegmentMessage:
@@ -79,7 +93,7 @@ class ParallelRuntime(Runtime):
         self._ranks = ranks
         self._owns_ranks = owns_ranks
         try:
-            ranks.cast(Serve(config.kv_cache_bits, config.key_norms))
+            ranks.cast(Serve(config.kv_cache_bits))
             super().__init__(model, config, costs)
         except BaseException:
             self._end_ranks()
@@ -118,9 +132,8 @@ class ParallelBackend(Backend):
 
     @property
     def kv_format(self) -> KVFormat:
-        format = super().kv_format
-        assert isinstance(format, KVFormat)
-        return replace(format, num_kv_heads=self._num_kv_heads)
+        here = group_format(self.model.forward.uniform_shape, self._config.kv_cache_bits)
+        return replace(here, num_kv_heads=self._num_kv_heads)
 
     def _open_tiers(self) -> Tiers:
         tiers = super()._open_tiers()
@@ -131,9 +144,7 @@ class ParallelBackend(Backend):
         return ShardedPool(self._ranks, self.model.forward.uniform_shape, MAX_IDLE)
 
     def _make_packer(self) -> Packer:
-        shape, rotation = self.model.forward.uniform_shape, self.rotation
-        assert not isinstance(rotation, MixedRotation)
-        return ShardedPacker(self._ranks, self._make_quantizer(shape, rotation))
+        return ShardedPacker(self._ranks, *self._make_quantizers())
 
 
 def start_ranks(

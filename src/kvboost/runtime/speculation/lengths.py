@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -95,3 +96,65 @@ def promise(chances: Sequence[float]) -> float:
     """How many tokens of a draft will be accepted."""
     total: float = sum(accumulate(chances, mul))
     return total
+
+
+FADING = 0.98
+"""What an older token counts, each time another one is seen."""
+
+
+class Chances:
+    """The share of drafted tokens that were accepted, by kind of draft. Thread-safe. A kind that
+    has hardly been seen has the share that ``parent`` knows, or the one that is expected."""
+
+    def __init__(self, weight: float, parent: Chances | None = None) -> None:
+        """``weight``: how many tokens the expected share counts for."""
+        self._weight = weight
+        self._parent = parent
+        self._seen: dict[Hashable, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, kind: Hashable, expected: float) -> float:
+        """The chance of the next token of a draft, if all before it were accepted."""
+        if self._parent is not None:
+            expected = self._parent.of(kind, expected)
+        with self._lock:
+            accepted, tried = self._seen.get(kind, (0.0, 0.0))
+        return (accepted + expected * self._weight) / (tried + self._weight)
+
+    def observe(self, kind: Hashable, accepted: bool) -> None:
+        """Learns what became of one token."""
+        if self._parent is not None:
+            self._parent.observe(kind, accepted)
+        with self._lock:
+            hits, tried = self._seen.get(kind, (0.0, 0.0))
+            self._seen[kind] = hits * FADING + accepted, tried * FADING + 1
+
+
+LOOKS = ((4, 1), (8, 2), (16, 4))
+"""How many looks in vain there may be before the pauses between them become longer, and the steps
+from one look to the next until then."""
+MOST_STEPS = 8
+USEFUL = 1.0
+"""Tokens that a draft promises if it was worth the look."""
+
+
+class Pauses:
+    """A request's. On a GPU a step takes little more time than what the host does for it, so what
+    repeats nothing is looked up less and less often."""
+
+    def __init__(self) -> None:
+        self._in_vain = self._left = self._accepted = 0
+
+    def is_over(self, accepted: int) -> bool:
+        """Whether to look before this step; ``accepted`` tokens of drafts are in the answer."""
+        if accepted > self._accepted:
+            self._accepted = accepted
+            self._in_vain = self._left = 0
+        self._left -= 1
+        return self._left < 0
+
+    def looked(self, promised: float) -> None:
+        """Remembers what the look has found."""
+        self._in_vain = 0 if promised >= USEFUL else self._in_vain + 1
+        steps = next((each for most, each in LOOKS if self._in_vain <= most), MOST_STEPS)
+        self._left = steps - 1

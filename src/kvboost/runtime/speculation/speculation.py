@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from kvboost.config import GenerationMode, most_drafted
 from kvboost.reuse.cost import CostModel
 from kvboost.runtime.request import Request, RequestState
-from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
-from kvboost.runtime.speculation.lengths import NO_DRAFT, WAITING, Pace, best_pace, promise
-from kvboost.runtime.speculation.pauses import Pauses
-from kvboost.runtime.speculation.suffixes import IndexedText
-from kvboost.runtime.speculation.texts import TenantTexts
+from kvboost.runtime.speculation.lengths import (
+    NO_DRAFT,
+    WAITING,
+    Chances,
+    Pace,
+    Pauses,
+    best_pace,
+    promise,
+)
+from kvboost.runtime.speculation.suffixes import IndexedText, TenantTexts
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 ROUNDING = 1e-6
@@ -120,7 +125,7 @@ class Speculator:
         return tokens
 
     def _is_paused(self) -> bool:
-        if self.only_alone and self._state.other_rows:
+        if self.only_alone and self._state.turn.other_rows:
             return True
         return self._pauses is not None and not self._pauses.is_over(self._state.accepted_tokens)
 
@@ -151,30 +156,29 @@ class Speculator:
         return tokens
 
     def _pace(self, offer: Offer, rows: int) -> Pace:
-        state, cost = self._state, self._cost
-
-        others_draft = state.other_rows > state.other_tokens + ROUNDING
+        state, turn, cost = self._state, self._state.turn, self._cost
+        others_draft = turn.other_rows > turn.other_tokens + ROUNDING
 
         def step(length: int) -> float:
-            total, keys = state.other_rows + rows + length, state.rows + rows
+            total, keys = turn.other_rows + rows + length, state.rows + rows
             drafted = others_draft or length + rows > 1
             seconds = cost.step(total, keys, drafted=drafted)
             if self._pauses is None or not drafted:
                 return seconds
-            return max(seconds, WAITING * cost.step(state.other_rows + rows, keys))
+            return max(seconds, WAITING * cost.step(turn.other_rows + rows, keys))
 
         chances = [self._chances.of(*kind) for kind in offer.kinds]
         if self._pauses is None:
-            return best_pace(chances, step, state.other_tokens, offer.seconds)
+            return best_pace(chances, step, turn.other_tokens, offer.seconds)
         state.promised_tokens = max(state.promised_tokens, promise(chances))
         is_ahead = not self._drafted and not others_draft
         return best_pace(
             chances,
             step,
-            state.other_tokens,
+            turn.other_tokens,
             offer.seconds,
             is_ahead=is_ahead,
-            promised=state.other_promises if is_ahead else 0.0,
+            promised=turn.other_promises if is_ahead else 0.0,
         )
 
     def _compare(self, token: int) -> None:

@@ -2,11 +2,13 @@
 
 A text that does not change is an ``IndexedText``: its n-grams, hashed and sorted. A request's own
 text, which grows, is a ``GrowingText``: the indexed prompt, and a dictionary of the n-grams that
-end in the answer.
+end in the answer. ``TenantTexts`` are those that requests have read and written lately.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 SIZES = (8, 4, 2)
 """Tokens of the n-grams that are looked up, the longest first."""
@@ -224,3 +226,56 @@ def _all_hashes(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Hashes]]:
         yield width, hashes
         hashes = hashes[:-width] * _SECOND ^ (hashes[:-width] >> _SHIFT) ^ hashes[width:] * _FIRST
         width *= 2
+
+
+MOST_TEXTS = 8
+"""Texts of one tenant."""
+MOST_TOKENS = 32 * 1024
+"""Tokens of them, all together; the newest text is kept in any case, up to its last so many."""
+MOST_TENANTS = 64
+
+
+class TenantTexts:
+    """Thread-safe. Tenants are told apart by the roots of their caches: a draft from another's text
+    would tell, by its speed, what that text says. Everything goes when the store forgets anything,
+    which changes its ``epoch``."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[ChunkKey, list[IndexedText]] = OrderedDict()
+        self._epoch = 0
+        self._lock = threading.Lock()
+
+    def add(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
+        """Keeps a text in place of those that it continues, unless something was forgotten after
+        ``epoch``, at which it was begun."""
+        text = IndexedText(ids[-MOST_TOKENS:])
+        with self._lock:
+            if epoch < self._epoch:
+                return
+            self._follow(epoch)
+            texts = [old for old in self._texts.get(root, ()) if not _continues(text, old)]
+            texts.append(text)
+            while len(texts) > MOST_TEXTS or sum(map(len, texts)) > MOST_TOKENS:
+                texts.pop(0)
+            self._texts[root] = texts
+            self._texts.move_to_end(root)
+            if len(self._texts) > MOST_TENANTS:
+                self._texts.popitem(last=False)
+
+    def of(self, root: ChunkKey, epoch: int) -> list[IndexedText]:
+        """The texts of one tenant, the newest first; ``epoch`` is that of the store."""
+        with self._lock:
+            self._follow(epoch)
+            return self._texts.get(root, [])[::-1]
+
+    def _follow(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            self._texts.clear()
+            self._epoch = epoch
+
+
+def _continues(text: IndexedText, old: IndexedText) -> bool:
+    length = len(old)
+    if length > len(text) or (length and text.ids[length - 1] != old.ids[-1]):
+        return False
+    return np.array_equal(text.ids[:length], old.ids)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from chunks import ROOT
 from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.fsspec import FsspecBackend
 from kvboost.cache.tiers.remote.tier import RemoteTier
+from support.chunks import ROOT
 
 
 class Clock:

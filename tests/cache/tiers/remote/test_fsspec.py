@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
-from remote_stores import (
+from support.chunks import make_chunk
+from support.remote_stores import (
     AsyncFolder,
     assert_same,
     big_chunk,

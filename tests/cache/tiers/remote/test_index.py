@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from chunks import ROOT, make_chunk
 from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.quantize import plain
 from kvboost.cache.secret import Secret
@@ -20,8 +19,9 @@ from kvboost.cache.tiers.remote.redis_script import SCRIPT
 from kvboost.cache.tiers.remote.tier import RemoteTier
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key, root_key
 from kvboost.tokens.marks import marks
-from redis_server import RedisServer
-from remote_stores import PLENTY, assert_same, counted_size, opened, size_of, while_writing
+from support.chunks import ROOT, make_chunk
+from support.redis_server import RedisServer
+from support.remote_stores import PLENTY, assert_same, counted_size, opened, size_of, while_writing
 
 MARK = "kvboost:1:mark:"
 MARK_SECONDS = 30 * 24 * 3600

@@ -11,13 +11,13 @@ import fsspec
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.quantize import KVFormat, plain
 from kvboost.cache.tiers.remote.redis import PIECE_BYTES
-from redis_server import RedisServer
-from remote_stores import PLENTY, assert_same, big_chunk, opened
+from support.chunks import make_chunk
+from support.redis_server import RedisServer
+from support.remote_stores import PLENTY, assert_same, big_chunk, opened
 
 LARGE = b"x" * (32 << 20)
 TOKENS = 8

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from chunks import ROOT, make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.redis import PIECE_BYTES, RedisBackend
 from kvboost.cache.tiers.remote.tier import RemoteTier
 from kvboost.tokens.hashing import ChunkKey
-from redis_server import RedisServer
-from remote_stores import PLENTY, assert_same, big_chunk, opened, size_of, while_writing
+from support.chunks import ROOT, make_chunk
+from support.redis_server import RedisServer
+from support.remote_stores import PLENTY, assert_same, big_chunk, opened, size_of, while_writing
 
 REAL_BYTES = """
 local total = 0

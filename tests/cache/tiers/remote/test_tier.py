@@ -12,15 +12,15 @@ import fsspec
 import pytest
 import torch
 
-from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.base import Tier
 from kvboost.cache.tiers.remote import tier as remote
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.errors import ConfigError
-from redis_server import MISSING
-from remote_stores import (
+from support.chunks import make_chunk
+from support.redis_server import MISSING
+from support.remote_stores import (
     as_plain,
     assert_same,
     big_chunk,

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from kvboost.tokens.hashing import ChunkKey
 
 Fault = Literal["timeout", "unreachable", "full", "corrupt", "error"]
-"""What can go wrong. "full" and "corrupt" mean that the store itself answered."""
+"""The kinds of failure. "full" and "corrupt" mean that the store itself answered."""
 
 
 class Backend(Protocol):

@@ -59,7 +59,7 @@ _MOST_FOUND = 256
 _MOST_HEADER_BYTES = 2 << 20  # of all that are found: each is read while a request waits
 
 MARK_BYTES = 320
-"""What a mark counts with: more than the server needs for it."""
+"""The bytes that a mark counts with: more than the server needs for it."""
 
 _SHA = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 _NAMES = (_ACCOUNTS, _USED, _CHUNK, _PART, _MARK)
@@ -220,8 +220,7 @@ class RedisBackend:
         cursor, ours = 0, _CHUNK + _KEY_LENGTH * "?"
         while True:
             cursor, names = cast(
-                tuple[int, list[bytes]],
-                self._client.scan(cursor, match=ours, count=_KEYS_AT_ONCE),
+                tuple[int, list[bytes]], self._client.scan(cursor, match=ours, count=_KEYS_AT_ONCE)
             )
             if names:
                 yield [ChunkKey(name.decode(errors="replace")[len(_CHUNK) :]) for name in names]

@@ -160,8 +160,8 @@ class RemoteTier:
         return [has and key not in self._refused for key, has in zip(keys, found, strict=True)]
 
     def count(self, keys: Sequence[ChunkKey]) -> int | None:
-        """How many of ``keys`` are there, refused values included; None if the store does not
-        answer."""
+        """The number of ``keys`` that are there, refused values included; None if the store does
+        not answer."""
         found = self._ask(lambda: self._backend.contains_many(keys), None) if keys else []
         return None if found is None else sum(found)
 
@@ -169,11 +169,11 @@ class RemoteTier:
         return self._ask(self._backend.keys, [])
 
     def infos(self) -> Iterator[ChunkInfo]:
-        """What is there. Headers that cannot be read are left out."""
+        """The chunks that are there. Headers that cannot be read are left out."""
         return iter(self.list_chunks().infos)
 
     def list_chunks(self) -> Listing:
-        """What is there; reads the headers of all chunks, a few at a time."""
+        """The chunks that are there; reads all headers, a few at a time."""
         keys = self._ask(self._backend.keys, None)
         if keys is None:
             return Listing(is_complete=False)

@@ -1,24 +1,17 @@
 // Attention of packed rows over the KV of many requests, in one call: bf16 on a CPU with AMX.
-//
-// Rows attend to runs of keys. A run belongs to one request or is shared by several; a row sees the
-// first keys of a run, up to its limit. A row that attends to several runs gets a partial result
-// from each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
-//
-//   for each block of 64 keys      packed once as the tiles want them
-//     for each 16 queries          scores = Q K'; the softmax so far; out += P V
-//
-// The queries of all heads that share a head of keys are rows of one matrix: row * group + head.
 
 #include "tiles.h"
 
-#include <omp.h>
-
 #define KEYS 64          // keys of a block
+#define STEP TILE        // queries that are scored at once
 #define MOST_DIM 256
 #define MOST_QUERIES 256 // of a part: keys that are packed once serve all of them
 #define NOTHING -1e30f   // the score of a key that is not seen
 #define SLACK 8          // powers of 2
 #define MASS_QUERIES 64  // of a part whose scores are all kept
+
+#define BEGIN_THREAD TileConfig before; configure_tiles(&before);
+#define END_THREAD restore_tiles(&before);
 
 typedef struct {
     bf16 queries[MOST_QUERIES * MOST_DIM];
@@ -30,6 +23,7 @@ typedef struct {
     bf16 values[KEYS * MOST_DIM]; // [key half][dim tile][key pair][dim, 2]
     float scores[TILE * KEYS];
     bf16 weights[TILE * KEYS];
+    float factor;
 } __attribute__((aligned(64))) Workspace;
 
 static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
@@ -38,7 +32,8 @@ static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
             transpose(keys + key * dim + d, count - key, dim, out);
 }
 
-static void pack_values(const bf16 *values, int count, int dim, bf16 *out) {
+static void pack_values(Workspace *work, const bf16 *values, int count, int dim) {
+    bf16 *out = work->values;
     __m512i low, high;
     {
         uint16_t first[32], second[32];
@@ -62,7 +57,11 @@ static void pack_values(const bf16 *values, int count, int dim, bf16 *out) {
             }
 }
 
-static void score(Workspace *work, const bf16 *queries, int dim) {
+// Scores of `rows` queries from `tile` on with the block's keys: to out, by its stride.
+static void score(
+    Workspace *work, int tile, int rows, int dim, float *out, int64_t stride
+) {
+    const bf16 *queries = work->queries + tile * dim;
     compiler_barrier();
     _tile_zero(0);
     _tile_zero(1);
@@ -86,11 +85,20 @@ static void score(Workspace *work, const bf16 *queries, int dim) {
     _tile_stored(1, scores + 16, KEYS * 4);
     _tile_stored(2, scores + 32, KEYS * 4);
     _tile_stored(3, scores + 48, KEYS * 4);
+    if (out == scores) return;
+    compiler_barrier();
+    for (int row = 0; row < rows; row++)
+        memcpy(out + row * stride, scores + row * KEYS, KEYS * sizeof(float));
 }
 
 // The weights of one query's keys, relative to its highest score so far, or nearly: what the query
 // has added up is only rescaled when a score exceeds that reference by more than SLACK.
-static inline void weigh(Workspace *work, int query, int row, int seen, int dim, float scale) {
+static inline void weigh(Workspace *work, int query, int row, int seen, int dim) {
+    bf16 *weights = work->weights + row * KEYS;
+    if (seen <= 0) {
+        memset(weights, 0, KEYS * sizeof(bf16));
+        return;
+    }
     __m512 s[4];
     __m512 most = _mm512_set1_ps(NOTHING);
     for (int i = 0; i < 4; i++) {
@@ -101,7 +109,7 @@ static inline void weigh(Workspace *work, int query, int row, int seen, int dim,
         }
         most = _mm512_max_ps(most, s[i]);
     }
-    const __m512 factor = _mm512_set1_ps(scale);
+    const __m512 factor = _mm512_set1_ps(work->factor);
     most = _mm512_mul_ps(most, factor);
     __m512 sum = _mm512_load_ps(work->sums + query * TILE);
     float top = work->most[query];
@@ -119,17 +127,19 @@ static inline void weigh(Workspace *work, int query, int row, int seen, int dim,
         sum = _mm512_add_ps(sum, s[i]);
     }
     _mm512_store_ps(work->sums + query * TILE, sum);
-    bf16 *weights = work->weights + row * KEYS;
     _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
     _mm512_store_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
 }
 
-static void add_values(Workspace *work, int query, int dim) {
+static void add_values(
+    Workspace *work, int tile, int rows, int weighed, const bf16 *values_as_they_are, int dim
+) {
+    (void)rows, (void)weighed, (void)values_as_they_are; // all of the tile, and packed values
     compiler_barrier();
     _tile_loadd(4, work->weights, KEYS * 2);
     _tile_loadd(5, work->weights + 32, KEYS * 2);
     for (int d = 0; d < dim; d += 16) {
-        float *out = work->out + query * dim + d;
+        float *out = work->out + tile * dim + d;
         const bf16 *values = work->values + d * 2 * TILE;
         _tile_loadd(0, out, dim * 4);
         _tile_loadd(6, values, 64);
@@ -140,212 +150,50 @@ static void add_values(Workspace *work, int query, int dim) {
     }
 }
 
-// Queries [first, first + count) of one head of a run's keys.
-static void attend_part(
-    const Call *call, const Run *run, int kv_head, int first, int count, Workspace *work
-) {
-    const Plan *plan = call->plan;
-    const int dim = plan->dim, group = call->heads / plan->kv_heads;
+static void clear(Workspace *work, int count, int dim) {
     const int tiles = (count + TILE - 1) / TILE;
     memset(work->queries, 0, (size_t)tiles * TILE * dim * sizeof(bf16));
     memset(work->out, 0, (size_t)tiles * TILE * dim * sizeof(float));
     memset(work->sums, 0, (size_t)tiles * TILE * TILE * sizeof(float));
-    for (int i = 0; i < count; i++) {
-        const int at = run->first + (first + i) / group;
-        const int head = kv_head * group + (first + i) % group;
-        const bf16 *query = call->queries + head * call->head_stride;
-        query += plan->rows[at] * call->row_stride;
-        memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
-        work->limits[i] = plan->limits[at];
-        work->most[i] = NOTHING;
-    }
-    const int64_t offset = call->layer * run->layer_stride + kv_head * run->head_stride;
-    const int last = work->limits[count - 1];
-    for (int key = 0; key < last; key += KEYS) {
-        const int keys = last - key < KEYS ? last - key : KEYS;
-        pack_keys(run->keys + offset + (int64_t)key * dim, keys, dim, work->keys);
-        pack_values(run->values + offset + (int64_t)key * dim, keys, dim, work->values);
-        for (int tile = 0; tile < count; tile += TILE) {
-            const int rows = count - tile < TILE ? count - tile : TILE;
-            if (work->limits[tile + rows - 1] <= key) continue;
-            score(work, work->queries + tile * dim, dim);
-            for (int row = 0; row < rows; row++) {
-                const int seen = work->limits[tile + row] - key;
-                if (seen > 0)
-                    weigh(work, tile + row, row, seen, dim, call->scale * LOG2_E);
-                else
-                    memset(work->weights + row * KEYS, 0, KEYS * sizeof(bf16));
-            }
-            add_values(work, tile, dim);
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        const int at = run->first + (first + i) / group;
-        const int head = kv_head * group + (first + i) % group;
-        float sum = _mm512_reduce_add_ps(_mm512_load_ps(work->sums + i * TILE));
-        if (plan->slots[at] < 0) sum += sink_weight(call->sinks, head, work->most[i]);
-        float *mine = work->out + i * dim;
-        for (int d = 0; d < dim; d++) mine[d] /= sum;
-        if (plan->slots[at] < 0) {
-            round_row(mine, dim, call->out + ((int64_t)plan->rows[at] * call->heads + head) * dim);
-        } else {
-            float *part = call->parts + ((int64_t)plan->slots[at] * call->heads + head) * (dim + 1);
-            memcpy(part, mine, dim * sizeof(float));
-            part[dim] = work->most[i] + log2f(sum);
-        }
-    }
 }
 
-// Merges the partial results of a row.
-static void merge(const Call *call, const int32_t *merged, int head) {
-    const int dim = call->plan->dim, step = call->heads * (dim + 1);
-    const float *parts = call->parts + ((int64_t)merged[1] * call->heads + head) * (dim + 1);
-    float most = NOTHING, total = 0, sum[MOST_DIM] = {0};
-    for (int i = 0; i < merged[2]; i++) most = fmaxf(most, parts[i * step + dim]);
-    for (int i = 0; i < merged[2]; i++) {
-        const float share = exp2f(parts[i * step + dim] - most);
-        total += share;
-        for (int d = 0; d < dim; d++) sum[d] += share * parts[i * step + d];
-    }
-    total += sink_weight(call->sinks, head, most);
-    for (int d = 0; d < dim; d++) sum[d] /= total;
-    round_row(sum, dim, call->out + ((int64_t)merged[0] * call->heads + head) * dim);
+static void take_query(Workspace *work, int i, const bf16 *query, int dim) {
+    memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
 }
 
-static int num_parts(const Run *run, int group) {
-    return (run->num_rows * group + MOST_QUERIES - 1) / MOST_QUERIES;
+static float sum_of(const Workspace *work, int query) {
+    return _mm512_reduce_add_ps(_mm512_load_ps(work->sums + query * TILE));
 }
 
-int64_t kvboost_workspace_bytes(void) { return sizeof(Workspace); }
-
-// Attention of one layer.
-void kvboost_attend(const Call *call, int threads) {
-    const Plan *plan = call->plan;
-    const int group = call->heads / plan->kv_heads;
-    int tasks = 0;
-    for (int i = 0; i < plan->num_runs; i++) tasks += num_parts(plan->runs + i, group);
-    tasks *= plan->kv_heads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Workspace *work = (Workspace *)call->workspaces + omp_get_thread_num();
-        TileConfig before;
-        configure_tiles(&before);
-#pragma omp for schedule(dynamic, 1)
-        for (int task = tasks - 1; task >= 0; task--) { // late queries see most keys: start them first
-            int part = task / plan->kv_heads;
-            const Run *run = plan->runs;
-            for (; part >= num_parts(run, group); run++) part -= num_parts(run, group);
-            const int first = part * MOST_QUERIES, left = run->num_rows * group - first;
-            const int count = left < MOST_QUERIES ? left : MOST_QUERIES;
-            attend_part(call, run, task % plan->kv_heads, first, count, work);
-        }
-#pragma omp for schedule(static)
-        for (int i = 0; i < plan->num_merged * call->heads; i++)
-            merge(call, plan->merged + i / call->heads * 3, i % call->heads);
-        restore_tiles(&before);
-    }
+static void divide(const float *from, float by, int dim, float *to) {
+    for (int d = 0; d < dim; d++) to[d] = from[d] / by;
 }
 
-// Where the sums of the next kind begin, in a thread's own: whole vectors after the last.
-static int64_t sums_stride(const MassCall *call) {
-    return (call->start + TILE) / TILE * TILE;
-}
-
-// Adds to the sums of each kind, [start] and up to 15 more without meaning, the weights that queries [first, first +
-// count) of one head of keys, rows from start on, give to the keys before start, divided by the
-// number of heads. Absent keys get none.
-static void add_mass(
-    const MassCall *call, int kv_head, int first, int count, Workspace *work, float *scores,
-    float *mass
+// Turns the scores of all keys into weights, relative to the highest score, which is written to
+// `top`; returns their sum.
+static float weigh_all(
+    const Workspace *work, float *scores, const uint8_t *absent, int seen, int64_t width, float *top
 ) {
-    const int dim = call->dim, group = call->heads / call->kv_heads, end = call->start + call->rows;
-    const int64_t width = (end + KEYS - 1) / KEYS * KEYS;
-    const __m512 factor = _mm512_set1_ps(call->scale * LOG2_E), nothing = _mm512_set1_ps(NOTHING);
-    memset(work->queries, 0, (size_t)MASS_QUERIES * dim * sizeof(bf16));
-    for (int i = 0; i < count; i++) {
-        const int row = (first + i) / group, head = kv_head * group + (first + i) % group;
-        const bf16 *query = call->queries + head * call->head_stride + row * call->row_stride;
-        memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
+    (void)width;
+    const __m512 factor = _mm512_set1_ps(work->factor), nothing = _mm512_set1_ps(NOTHING);
+    __m512 most = nothing, sum = _mm512_setzero_ps();
+    for (int key = 0; key < seen; key += TILE) {
+        const __mmask16 there = _mm_cmpeq_epi8_mask(
+            _mm_loadu_si128((const __m128i *)(absent + key)), _mm_setzero_si128());
+        const __mmask16 before = seen - key < TILE ? (1u << (seen - key)) - 1 : 0xffff;
+        const __m512 found = _mm512_mul_ps(_mm512_load_ps(scores + key), factor);
+        const __m512 shown = _mm512_mask_mov_ps(nothing, there & before, found);
+        _mm512_store_ps(scores + key, shown);
+        most = _mm512_max_ps(most, shown);
     }
-    for (int key = 0; key < end; key += KEYS) {
-        const int keys = end - key < KEYS ? end - key : KEYS;
-        pack_keys(call->keys + kv_head * call->key_stride + (int64_t)key * dim, keys, dim, work->keys);
-        for (int tile = 0; tile < count; tile += TILE) {
-            score(work, work->queries + tile * dim, dim);
-            for (int row = 0; row < TILE; row++)
-                memcpy(scores + (tile + row) * width + key, work->scores + row * KEYS, KEYS * 4);
-        }
+    *top = _mm512_reduce_max_ps(most);
+    for (int key = 0; key < seen; key += TILE) {
+        const __m512 less = _mm512_sub_ps(_mm512_load_ps(scores + key), _mm512_set1_ps(*top));
+        const __m512 weights = power_of_2(less);
+        _mm512_store_ps(scores + key, weights);
+        sum = _mm512_add_ps(sum, weights);
     }
-    for (int i = 0; i < count; i++) {
-        float *mine = scores + i * width;
-        const int seen = call->start + (first + i) / group + 1;
-        __m512 most = nothing, sum = _mm512_setzero_ps();
-        for (int key = 0; key < seen; key += TILE) {
-            const __mmask16 there = _mm_cmpeq_epi8_mask(
-                _mm_loadu_si128((const __m128i *)(call->absent + key)), _mm_setzero_si128());
-            const __mmask16 before = seen - key < TILE ? (1u << (seen - key)) - 1 : 0xffff;
-            const __m512 found = _mm512_mul_ps(_mm512_load_ps(mine + key), factor);
-            const __m512 shown = _mm512_mask_mov_ps(nothing, there & before, found);
-            _mm512_store_ps(mine + key, shown);
-            most = _mm512_max_ps(most, shown);
-        }
-        const float highest = _mm512_reduce_max_ps(most);
-        const __m512 top = _mm512_set1_ps(highest);
-        for (int key = 0; key < seen; key += TILE) {
-            const __m512 weights = power_of_2(_mm512_sub_ps(_mm512_load_ps(mine + key), top));
-            _mm512_store_ps(mine + key, weights);
-            sum = _mm512_add_ps(sum, weights);
-        }
-        const float *weights = call->weights + (first + i) / group;
-        const float sink = sink_weight(call->sinks, kv_head * group + (first + i) % group, highest);
-        const float each = 1 / ((_mm512_reduce_add_ps(sum) + sink) * call->heads);
-        for (int kind = 0; kind < call->kinds; kind++) {
-            const float weight = weights[kind * call->rows] * each;
-            const __m512 share = _mm512_set1_ps(weight);
-            float *to = mass + kind * sums_stride(call);
-            if (weight == 0) continue;
-            for (int key = 0; key < call->start; key += TILE)
-                _mm512_store_ps(to + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
-                                                          _mm512_load_ps(to + key)));
-        }
-    }
+    return _mm512_reduce_add_ps(sum);
 }
 
-// What a thread needs: a workspace, its own sums, and the scores of a part's queries.
-int64_t kvboost_mass_bytes(int32_t start, int32_t rows, int32_t kinds) {
-    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + kinds);
-    return sizeof(Workspace) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
-}
-
-// Writes to mass, [kinds, start], how much rows attend to each key before the first of them, each
-// row by its weights. workspaces
-// has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
-// because the rows to recompute are chosen by the result.
-void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
-    const int queries = call->rows * (call->heads / call->kv_heads);
-    const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;
-    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows, call->kinds);
-    const int64_t stride = sums_stride(call);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Workspace *work = (Workspace *)((char *)workspaces + omp_get_thread_num() * bytes);
-        float *own = (float *)(work + 1), *scores = own + call->kinds * stride;
-        memset(own, 0, (char *)scores - (char *)own);
-        TileConfig before;
-        configure_tiles(&before);
-#pragma omp for schedule(static)
-        for (int task = 0; task < parts * call->kv_heads; task++) {
-            const int first = task / call->kv_heads * MASS_QUERIES, left = queries - first;
-            const int count = left < MASS_QUERIES ? left : MASS_QUERIES;
-            add_mass(call, task % call->kv_heads, first, count, work, scores, own);
-        }
-        restore_tiles(&before);
-#pragma omp for schedule(static)
-        for (int64_t at = 0; at < (int64_t)call->kinds * call->start; at++) {
-            const int64_t from = at / call->start * stride + at % call->start;
-            mass[at] = 0;
-            for (int thread = 0; thread < omp_get_num_threads(); thread++)
-                mass[at] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[from];
-        }
-    }
-}
+#include "../attention.h"

@@ -1,20 +1,6 @@
-// Moved text in bf16: keys rotated to their new positions (reuse/rope.py), and the shift: in every
-// layer, the average change of the recomputed rows, applied to the others (reuse/shift.py).
+// What ../moved_rows.h does with one row, in bf16.
 
 #include "tiles.h"
-
-typedef struct {
-    const bf16 *fresh, *stale; // [heads, rows, dim] by their strides
-    int64_t fresh_head, fresh_row, stale_head;
-} Rows;
-
-// Recomputed rows: where they are in the segment and in the prompt, their blocks, and cos and sin
-// of their positions, [rows, dim]. Those of a span follow one another.
-typedef struct {
-    int count, span_blocks;
-    const int64_t *index, *positions, *which;
-    const float *cos, *sin;
-} Recomputed;
 
 static float square_of(const bf16 *fresh, const bf16 *stale, int dim) {
     __m512 sum = _mm512_setzero_ps();
@@ -25,121 +11,48 @@ static float square_of(const bf16 *fresh, const bf16 *stale, int dim) {
     return _mm512_reduce_add_ps(sum);
 }
 
-// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim], by
-// the weight of each row, which is 1 / (1 + error_weight * its square / the mean of its span).
-// Those of keys (of which by_sin is not NULL) are added twice: times cos and times sin.
-static void add_errors(
-    Rows rows, const Recomputed *at, int head, int dim, float error_weight, float *weights,
+// Adds weight * (fresh - stale) to by_cos; if there is by_sin, times cos, and times sin to that.
+static void add_error(
+    const bf16 *fresh, const bf16 *stale, float weight, int dim, const float *cos, const float *sin,
     float *by_cos, float *by_sin
 ) {
-    const bf16 *fresh_rows = rows.fresh + head * rows.fresh_head;
-    const bf16 *stale_rows = rows.stale + head * rows.stale_head;
-    for (int begin = 0, end; begin < at->count; begin = end) {
-        const int64_t span = at->which[begin] / at->span_blocks;
-        float total = 0;
-        for (end = begin; end < at->count && at->which[end] / at->span_blocks == span; end++) {
-            const bf16 *fresh = fresh_rows + at->index[end] * rows.fresh_row;
-            weights[end] = square_of(fresh, stale_rows + at->positions[end] * dim, dim);
-            total += weights[end];
+    for (int d = 0; d < dim; d += 16) {
+        __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
+        error = _mm512_mul_ps(error, _mm512_set1_ps(weight));
+        const __m512 sum = _mm512_loadu_ps(by_cos + d);
+        if (by_sin == NULL) {
+            _mm512_storeu_ps(by_cos + d, _mm512_add_ps(error, sum));
+            continue;
         }
-        const float scale = error_weight * (end - begin) / fmaxf(total, 1e-30f);
-        for (int row = begin; row < end; row++) {
-            const bf16 *fresh = fresh_rows + at->index[row] * rows.fresh_row;
-            const bf16 *stale = stale_rows + at->positions[row] * dim;
-            const float weight = weights[row] = 1 / (1 + scale * weights[row]);
-            const int64_t to = at->which[row] * dim, from = (int64_t)row * dim;
-            for (int d = 0; d < dim; d += 16) {
-                __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
-                error = _mm512_mul_ps(error, _mm512_set1_ps(weight));
-                const __m512 sum = _mm512_loadu_ps(by_cos + to + d);
-                if (by_sin == NULL) {
-                    _mm512_storeu_ps(by_cos + to + d, _mm512_add_ps(error, sum));
-                    continue;
-                }
-                const __m512 c = _mm512_loadu_ps(at->cos + from + d);
-                const __m512 s = _mm512_loadu_ps(at->sin + from + d);
-                const __m512 other = _mm512_loadu_ps(by_sin + to + d);
-                _mm512_storeu_ps(by_cos + to + d, _mm512_fmadd_ps(error, c, sum));
-                _mm512_storeu_ps(by_sin + to + d, _mm512_fmadd_ps(error, s, other));
-            }
-        }
+        const __m512 other = _mm512_loadu_ps(by_sin + d);
+        _mm512_storeu_ps(by_cos + d, _mm512_fmadd_ps(error, _mm512_loadu_ps(cos + d), sum));
+        _mm512_storeu_ps(by_sin + d, _mm512_fmadd_ps(error, _mm512_loadu_ps(sin + d), other));
     }
 }
 
-// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values. Writes the weights of
-// all rows, [2, heads, rows]: as keys, as values.
-void kvboost_errors(
-    const bf16 *fresh_keys, int64_t key_head, int64_t key_row, const bf16 *fresh_values,
-    int64_t value_head, int64_t value_row, const bf16 *keys, const bf16 *values,
-    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t span_blocks,
-    int32_t count, const int64_t *index, const int64_t *positions, const int64_t *which,
-    const float *cos, const float *sin, float error_weight, float *weights, float *sums, int threads
+// key += along * cos + across * sin; value += of_value.
+static void shift_row(
+    bf16 *key, bf16 *value, int dim, const float *along, const float *across,
+    const float *of_value, const bf16 *cos, const bf16 *sin
 ) {
-    const Rows of_keys = {fresh_keys, keys, key_head, key_row, head_stride};
-    const Rows of_values = {fresh_values, values, value_head, value_row, head_stride};
-    const Recomputed at = {count, span_blocks, index, positions, which, cos, sin};
-    const int64_t size = (int64_t)blocks * dim, all = heads * size;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int task = 0; task < 2 * heads; task++) {
-        const int head = task / 2;
-        float *to = sums + head * size, *weight = weights + (int64_t)head * count;
-        if (task % 2)
-            add_errors(of_values, &at, head, dim, error_weight, weight + (int64_t)heads * count,
-                       to + 2 * all, NULL);
-        else
-            add_errors(of_keys, &at, head, dim, error_weight, weight, to, to + all);
+    for (int d = 0; d < dim; d += 16) {
+        __m512 sum = widen(key + d);
+        sum = _mm512_fmadd_ps(_mm512_loadu_ps(along + d), widen(cos + d), sum);
+        sum = _mm512_fmadd_ps(_mm512_loadu_ps(across + d), widen(sin + d), sum);
+        store(key + d, sum);
+        store(value + d, _mm512_add_ps(widen(value + d), _mm512_loadu_ps(of_value + d)));
     }
 }
 
-// keys and values are [heads, ...] by the stride, from the first of `count` rows on. Adds offset
-// which[r] of [heads, offsets, dim] to row r: to keys along * cos[r] + across * sin[r], to values
-// of_values. Rows with the last offset stay as they are.
-void kvboost_shift(
-    bf16 *keys, bf16 *values, int64_t head_stride, int32_t heads, int32_t dim, int32_t count,
-    const int64_t *which, int32_t offsets, const float *along, const float *across,
-    const float *of_values, const bf16 *cos, const bf16 *sin, int threads
-) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int row = 0; row < count; row++) {
-        if (which[row] == offsets - 1) continue;
-        const bf16 *c = cos + (int64_t)row * dim, *s = sin + (int64_t)row * dim;
-        for (int head = 0; head < heads; head++) {
-            const int64_t at = head * head_stride + (int64_t)row * dim;
-            const int64_t from = (head * offsets + which[row]) * dim;
-            for (int d = 0; d < dim; d += 16) {
-                __m512 key = widen(keys + at + d);
-                key = _mm512_fmadd_ps(_mm512_loadu_ps(along + from + d), widen(c + d), key);
-                key = _mm512_fmadd_ps(_mm512_loadu_ps(across + from + d), widen(s + d), key);
-                store(keys + at + d, key);
-                const __m512 value = _mm512_loadu_ps(of_values + from + d);
-                store(values + at + d, _mm512_add_ps(widen(values + at + d), value));
-            }
-        }
+// Rotates every pair of channels (i, i + pairs) by cos and sin.
+static void rotate_row(const bf16 *from, bf16 *to, int pairs, const float *cos, const float *sin) {
+    for (int d = 0; d < pairs; d += 16) {
+        const __m512 x = widen(from + d), y = widen(from + pairs + d);
+        const __m512 along = _mm512_loadu_ps(cos + d), across = _mm512_loadu_ps(sin + d);
+        const __m512 low = _mm512_mul_ps(x, along), high = _mm512_mul_ps(y, along);
+        store(to + d, _mm512_fnmadd_ps(y, across, low));
+        store(to + pairs + d, _mm512_fmadd_ps(x, across, high));
     }
 }
 
-// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Rotates every
-// pair of channels (i, i + pairs) by cos and sin, [layers, pairs]; copies the other channels.
-void kvboost_move(
-    const bf16 *keys, int64_t layer_stride, int64_t head_stride, bf16 *out, int64_t out_layer,
-    int64_t out_head, int32_t layers, int32_t heads, int32_t tokens, int32_t dim, int32_t pairs,
-    const float *cos, const float *sin, int threads
-) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int task = 0; task < layers * heads; task++) {
-        const int layer = task / heads, head = task % heads;
-        const float *c = cos + layer * pairs, *s = sin + layer * pairs;
-        const bf16 *from = keys + layer * layer_stride + head * head_stride;
-        bf16 *to = out + layer * out_layer + head * out_head;
-        for (int token = 0; token < tokens; token++, from += dim, to += dim) {
-            for (int d = 0; d < pairs; d += 16) {
-                const __m512 x = widen(from + d), y = widen(from + pairs + d);
-                const __m512 along = _mm512_loadu_ps(c + d), across = _mm512_loadu_ps(s + d);
-                const __m512 low = _mm512_mul_ps(x, along), high = _mm512_mul_ps(y, along);
-                store(to + d, _mm512_fnmadd_ps(y, across, low));
-                store(to + pairs + d, _mm512_fmadd_ps(x, across, high));
-            }
-            memcpy(to + 2 * pairs, from + 2 * pairs, (dim - 2 * pairs) * sizeof(bf16));
-        }
-    }
-}
+#include "../moved_rows.h"

@@ -1,0 +1,106 @@
+"""Mixtures of experts on a GPU: our kernels in the place of the products of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations import moe
+
+from kvboost.model import triton
+
+NAME = "kvboost"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Experts:
+    """The experts of a model, as ``bind`` leaves them to our kernels."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._own: str | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Experts | None:
+        """None if the model has none, or is not where our kernels run."""
+        if model.device.type != "cuda" or not triton.is_available():
+            return None
+        if not any(hasattr(part, "is_transposed") for part in model.modules()):
+            return None
+        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, mixed)
+        return cls(model)
+
+    def bind(self) -> None:
+        if (own := self._model.config._experts_implementation) != NAME:
+            self._own = own
+            self._use(NAME)
+
+    def release(self) -> None:
+        if self._model.config._experts_implementation == NAME:
+            self._use(self._own)
+
+    @contextmanager
+    def as_stock(self) -> Iterator[None]:
+        """Makes stock transformers' calls meanwhile."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.bind()
+
+    def _use(self, name: str | None) -> None:
+        self._model.config._experts_implementation = name
+
+
+def mixed(
+    module: Any, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """What the experts in ``module`` give for ``rows``, as transformers asks for it. Experts of a
+    kind that our kernels do not know run as they would without us."""
+    gate = _gate_of(module)
+    if gate is None or not _is_known(module, rows):
+        return moe.grouped_mm_experts_forward(module, rows, chosen, shares)
+    from kvboost.model.triton.experts import Weights, mix
+
+    up, down = (
+        Weights(
+            weight.transpose(1, 2) if module.is_transposed else weight,
+            getattr(module, f"{name}_bias") if module.has_bias else None,
+        )
+        for name, weight in (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
+    )
+    return mix(rows, chosen, shares, up, down, gate).to(rows.dtype)
+
+
+def _is_known(module: Any, rows: torch.Tensor) -> bool:
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return (
+        rows.dtype in DTYPES
+        and module.has_gate
+        and not getattr(module, "has_post_expert_norm", False)
+        and not getattr(module, "_is_expert_parallel", False)
+        and all(type(each) is nn.Parameter and each.dtype == rows.dtype for each in weights)
+    )
+
+
+def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The function between the two products: one kernel for the most usual ones."""
+    from kvboost.model.triton.experts import limited_gate
+    from kvboost.model.triton.fused import gate
+
+    apply = getattr(type(module), "_apply_gate", None)
+    if apply is None:
+        return None
+    if apply is moe._default_apply_gate and _is_silu(getattr(module, "act_fn", None)):
+        return gate
+    if hasattr(module, "alpha") and hasattr(module, "limit") and not module.is_concatenated:
+        return partial(limited_gate, alpha=module.alpha, limit=module.limit)
+    return partial(apply, module)
+
+
+def _is_silu(act: object) -> bool:
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"

@@ -1,0 +1,1 @@
+"""Loading a model: its files and weights, its tokenizer, and what its architecture allows."""
