@@ -273,10 +273,10 @@ class KVBoost:
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
-    def read(self, prompt: Prompt) -> ReadPrompt:
+    def read(self, prompt: Prompt, *, add_special_tokens: bool = True) -> ReadPrompt:
         """The token ids of a prompt and its images, which can be given instead of the prompt. The
         rows of images have ids of their own, outside the vocabulary."""
-        return self._prompts.read_whole(prompt)
+        return self._prompts.read_whole(prompt, add_special_tokens=add_special_tokens)
 
     def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """The token ids of a prompt whose answer stands between two texts, given theirs. Raises
@@ -287,7 +287,7 @@ class KVBoost:
         """The text of a conversation in the model's chat template."""
         return self._prompts.render(conversation)
 
-    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+    def locate(self, text: str, token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
         """Where a text is in a prompt: the first token that is its own and the one after its last.
         None if it is not there, or is tokenized differently there."""
         return self._prompts.locate(text, token_ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvboost.cli import option_files
-from kvboost.cli.option_files import MOST_BYTES, read_option_file
+from kvboost.cli.option_files import MAX_BYTES, read_option_file
 from kvboost.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def read(path: Path, *, starting: bool = False) -> str:
 
 def test_regular_files_and_links_to_them_are_read(tmp_path) -> None:
     file = tmp_path / "keys.txt"
-    file.write_text("k-é\n" + "#" * (MOST_BYTES - 5))
+    file.write_text("k-é\n" + "#" * (MAX_BYTES - 5))
     (tmp_path / "link").symlink_to(file)
     for path in (file, tmp_path / "link"):
         assert read(path).startswith("k-é\n") and read(path) == read(path, starting=True)
@@ -26,7 +26,7 @@ def test_regular_files_and_links_to_them_are_read(tmp_path) -> None:
 
 def test_what_cannot_be_a_file_of_options_is_refused(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large").write_bytes(b"#" * (MOST_BYTES + 1))
+    (tmp_path / "large").write_bytes(b"#" * (MAX_BYTES + 1))
     (tmp_path / "binary").write_bytes(b"\xff")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))

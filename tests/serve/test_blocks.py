@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvboost.chat.calls import Part
-from kvboost.serve.blocks import Blocks
+from kvboost.serve.answers.blocks import Blocks
 
 
 def test_parts_make_blocks() -> None:

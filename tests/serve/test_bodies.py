@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from kvboost.serve import json_text
-from kvboost.serve.bodies import BodyRoute, parse
 from kvboost.serve.errors import ApiError
-from kvboost.serve.json_text import MAX_KEYS, MAX_VALUES, count_values
-from kvboost.serve.request_fields import BodyContext
-from kvboost.serve.request_models import ChatRequest, CompletionRequest
-from kvboost.serve.workers import LARGE_BYTES
+from kvboost.serve.http import json_text
+from kvboost.serve.http.bodies import BodyRoute, parse
+from kvboost.serve.http.json_text import MAX_KEYS, MAX_VALUES, count_values
+from kvboost.serve.http.workers import LARGE_BYTES
+from kvboost.serve.schema.fields import BodyContext
+from kvboost.serve.schema.requests import ChatRequest, CompletionRequest
 from support import large_bodies
 from support.fake_engine import FakeEngine
 from support.live_server import connect, live_server, read_until
@@ -184,7 +184,7 @@ def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_read(
     client, fake, monkeypatch, content
 ) -> None:
     read = []
-    monkeypatch.setattr("kvboost.serve.prompts._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("kvboost.serve.answers.prompts._PIECE_CHARACTERS", 100)
     encode = fake.encode
     fake.encode = lambda prompt: read.append(prompt) or encode(prompt)
     messages = [{"role": "user", "content": content}]

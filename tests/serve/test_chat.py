@@ -127,7 +127,6 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "timeout": 600.0,
             "cache_salt": "s",
             "tenant": "",
-            "seed": None,
             "temperature": 0.5,
             "top_p": 0.9,
             "top_k": 40,

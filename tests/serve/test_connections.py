@@ -16,7 +16,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from kvboost.serve.connections import MAX_HEAD
+from kvboost.serve.http.connections import MAX_HEAD
 from kvboost.serve.settings import ApiKey, ServerSettings
 from support.fake_engine import FakeEngine
 from support.live_server import LiveServer, connect, live_app, live_server, read_until, wait_for

@@ -14,7 +14,7 @@ import pytest
 
 from kvboost.results import ReuseReport, Span, SpanKind
 from kvboost.serve.errors import ApiError
-from kvboost.serve.explanations import MOST_ANSWERS, MOST_BYTES, Explanations
+from kvboost.serve.explanations import MAX_ANSWERS, MAX_BYTES, Explanations
 from kvboost.serve.settings import ApiKey
 from support.live_server import live_server
 from support.remote_server import remote_server
@@ -182,15 +182,15 @@ def report(num_tokens: int) -> ReuseReport:
 
 def test_answers_and_bytes_of_a_key_are_bounded() -> None:
     kept = Explanations()
-    for number in range(MOST_ANSWERS + 3):
+    for number in range(MAX_ANSWERS + 3):
         kept.keep("ann", f"a-{number}", [report(10)])
     kept.keep("bob", "b-0", [report(10)])
-    assert [len(kept.all(owner)) for owner in ("ann", "bob", "eve")] == [MOST_ANSWERS, 1, 0]
+    assert [len(kept.all(owner)) for owner in ("ann", "bob", "eve")] == [MAX_ANSWERS, 1, 0]
     assert kept.all("ann")[0].id == "a-3"
     for number in range(3):  # each takes almost half of the memory
-        kept.keep("ann", f"large-{number}", [report(MOST_BYTES // 17)])
+        kept.keep("ann", f"large-{number}", [report(MAX_BYTES // 17)])
     assert [one.id for one in kept.all("ann")] == ["large-1", "large-2"]
-    kept.keep("ann", "huge", [report(MOST_BYTES)])
+    kept.keep("ann", "huge", [report(MAX_BYTES)])
     assert [one.id for one in kept.all("ann")] == ["huge"]
     with pytest.raises(ApiError, match="there is no answer 'a-0' of this key"):
         kept.get("ann", "a-0")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvboost.results import TokenLogprob
-from kvboost.serve.logprobs import TokenReader, chat_logprobs, completion_logprobs
-from kvboost.serve.streaming import JsonBytes
+from kvboost.serve.answers.logprobs import TokenReader, chat_logprobs, completion_logprobs
+from kvboost.serve.http.streaming import JsonBytes
 
 WORDS = {1: b"Hel", 2: b"lo", 3: b"\xc3", 4: b"\xa9", 5: b"", 6: b"STOP"}
 

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
-from kvboost.serve.openapi import numbers_below
+from kvboost.serve.http.openapi import numbers_below
 from kvboost.serve.settings import ApiKey, ServerSettings
 from support.fake_engine import FakeEngine
 from support.live_server import LiveServer, live_server

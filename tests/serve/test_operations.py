@@ -125,7 +125,7 @@ def test_mistakes_of_tls_and_traces_are_found_at_once(tmp_path, monkeypatch) -> 
         ServerSettings(tls_cert=tmp_path / "gone.pem")
     with pytest.raises(kvboost.ConfigError, match="such as http"):
         ServerSettings(otlp_endpoint="collector:4318")
-    monkeypatch.setattr("kvboost.serve.network_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("kvboost.serve.settings.find_spec", lambda name: None)
     with pytest.raises(kvboost.ConfigError, match=r"pip install .kvboost\[otel\]"):
         ServerSettings(otlp_endpoint="http://collector:4318")
 

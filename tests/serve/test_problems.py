@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from kvboost.serve.adapters import LoadAdapter, UnloadAdapter
-from kvboost.serve.anthropic.request_models import MessagesRequest
-from kvboost.serve.bodies import parse
+from kvboost.serve.anthropic.requests import MessagesRequest
 from kvboost.serve.errors import ApiError
-from kvboost.serve.openai_responses.request_models import ResponseRequest
-from kvboost.serve.problems import LONGEST_SHOWN, shown
-from kvboost.serve.request_documents import PinIds, PinRequest
-from kvboost.serve.request_embeddings import EmbeddingRequest, RerankRequest
-from kvboost.serve.request_fields import BodyContext
-from kvboost.serve.request_generation import ReuseOptions
-from kvboost.serve.request_models import (
+from kvboost.serve.http.bodies import parse
+from kvboost.serve.http.problems import LONGEST_SHOWN, shown
+from kvboost.serve.openai_responses.requests import ResponseRequest
+from kvboost.serve.schema.embeddings import EmbeddingRequest, RerankRequest
+from kvboost.serve.schema.fields import BodyContext
+from kvboost.serve.schema.generation import ReuseOptions
+from kvboost.serve.schema.own import (
     ChatPlan,
-    ChatRequest,
     CompletionPlan,
-    CompletionRequest,
     ForgetRequest,
     ForgetSalt,
+    LoadAdapter,
+    PinIds,
+    PinRequest,
+    UnloadAdapter,
     WarmRequest,
 )
+from kvboost.serve.schema.requests import ChatRequest, CompletionRequest
 
 
 def refusal(model: Any, body: Any) -> ApiError:

@@ -11,8 +11,8 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.chat.context_edits import CLEARED, THINKING, TOOL_USES
-from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.response_models import ChatCompletion, ErrorReply
+from kvboost.serve.anthropic.replies import AnthropicErrorReply, MessageReply, TokenCount
+from kvboost.serve.schema.replies import ChatCompletion, ErrorReply
 from support.chat_templates import QWEN, tokenizer_with
 from support.live_server import events, live_server
 from support.remote_server import remote_server

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.serve.errors import ClientGone
-from kvboost.serve.streaming import TextEvents, event, unless_gone, within
+from kvboost.serve.http.streaming import TextEvents, event, unless_gone, within
 from support.fake_engine import FakeEngine
 from support.live_server import connect, live_server, read_until, wait_for
 

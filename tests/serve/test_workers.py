@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.workers import LARGE_BYTES, MOST_WAITING, Turns, Workers
+from kvboost.serve.http.workers import LARGE_BYTES, MAX_WAITING, Turns, Workers
 from support.live_server import wait_for
 
 
@@ -117,7 +117,7 @@ def test_too_many_waiting_formats_of_a_tenant_are_refused() -> None:
         workers = Workers()
         waiting = [
             asyncio.ensure_future(workers.compile("ann", go_on.wait, 60))
-            for _ in range(MOST_WAITING + 1)
+            for _ in range(MAX_WAITING + 1)
         ]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:

@@ -14,7 +14,7 @@ from kvboost.structured.formats import (
     json_grammar,
     regex_grammar,
 )
-from kvboost.structured.grammars import KEPT_GRAMMARS, MOST_FORCED, Constraint, Grammars
+from kvboost.structured.grammars import KEPT_GRAMMARS, MAX_FORCED, Constraint, Grammars
 from support.tiny import EOS, VOCAB, byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
@@ -76,8 +76,8 @@ def test_padding_of_the_vocabulary_is_never_allowed(grammars: Grammars) -> None:
 
 
 def test_forced_tokens_come_in_groups(grammars: Grammars) -> None:
-    constraint = start(grammars, choice=["x" * (MOST_FORCED + 3)])
-    assert len(constraint.take_forced()) == MOST_FORCED
+    constraint = start(grammars, choice=["x" * (MAX_FORCED + 3)])
+    assert len(constraint.take_forced()) == MAX_FORCED
     assert len(constraint.take_forced()) == 3
 
 

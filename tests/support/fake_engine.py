@@ -23,6 +23,8 @@ from kvboost.results import (
     TokenLogprob,
 )
 from kvboost.runtime.streams import AnswerReader
+from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation
 
 
@@ -130,6 +132,9 @@ class FakeEngine:
     def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
         return list(prompt.encode() if isinstance(prompt, str) else prompt)
 
+    def read(self, prompt: Any, *, add_special_tokens: bool = True) -> ReadPrompt:
+        return ReadPrompt(as_token_ids(self.encode(prompt)))
+
     def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         if not self.fills_in:
             raise PromptError("this model cannot fill in the middle")
@@ -159,12 +164,13 @@ class FakeEngine:
         return bytes(one % 256 for one in ids).decode("utf-8", "replace")
 
     def astream(
-        self, prompt: list[int], max_new_tokens: int, mode: str, **options: Any
+        self, prompt: ReadPrompt, max_new_tokens: int, mode: str, **options: Any
     ) -> FakeStream:
-        self.asked.append({"prompt": prompt, "max": max_new_tokens, "mode": mode, **options})
+        ids = prompt.token_ids.tolist()
+        self.asked.append({"prompt": ids, "max": max_new_tokens, "mode": mode, **options})
         if self.refuse is not None:
             raise self.refuse
-        stream = FakeStream(prompt, self.pieces, self.finish_reason)
+        stream = FakeStream(ids, self.pieces, self.finish_reason)
         self.streams.append(stream)
         return stream
 
@@ -205,7 +211,7 @@ class FakeEngine:
     def pin_cached(
         self,
         name: str,
-        ids: list[int],
+        ids: Sequence[int],
         *,
         ttl: float | None = None,
         cache_salt: str = "",
@@ -215,7 +221,7 @@ class FakeEngine:
             raise self.refuse
         if name not in self.pinned and len(self.pinned) == self.most_pinned:
             raise PinError("full")
-        self.pinned_ids[name] = ids
+        self.pinned_ids[name] = list(map(int, ids))
         self.pinned[name] = Pin(name, len(ids), 1, 8 * len(ids), ttl)
         return self.pinned[name]
 

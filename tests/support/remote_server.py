@@ -14,11 +14,10 @@ from typing import Any
 
 from kvboost.serve.app import create_app
 from kvboost.serve.process import bind
-from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
 from kvboost.serve.remote.engine import RemoteEmbeddingModel, RemoteEngine
 from kvboost.serve.remote.host import Host
 from kvboost.serve.remote.link import Link
-from kvboost.serve.remote.wire import Pipe, ToApi, ToEngine
+from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, ToApi, ToEngine
 from kvboost.serve.remote.worker import ApiServer
 from kvboost.serve.settings import ServerSettings
 from support.live_server import LiveServer

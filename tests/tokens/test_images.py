@@ -13,7 +13,7 @@ from kvboost import PromptError
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.images import (
     FIRST_IMAGE_ID,
-    LEAST_ROWS,
+    MIN_ROWS,
     PlacedImages,
     expand,
     is_image_row,
@@ -64,13 +64,13 @@ def test_rows_are_placed_in_order() -> None:
 
 def test_hits_do_not_end_after_few_rows_of_an_image() -> None:
     images = placed(12)
-    for row in range(5, 5 + LEAST_ROWS):
+    for row in range(5, 5 + MIN_ROWS):
         assert images.last_end(row) == 5
-    for row in (4, 5 + LEAST_ROWS, 16, 17, 20):
+    for row in (4, 5 + MIN_ROWS, 16, 17, 20):
         assert images.last_end(row) == row
-    for row in range(17 - LEAST_ROWS + 1, 17):
+    for row in range(17 - MIN_ROWS + 1, 17):
         assert images.first_start(row) == 17
-    for row in (0, 5, 17 - LEAST_ROWS, 17, 20):
+    for row in (0, 5, 17 - MIN_ROWS, 17, 20):
         assert images.first_start(row) == row
 
 

@@ -5,7 +5,6 @@ A benchmark is imported when its command runs: ``kvboost bench --help`` needs no
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typer.main import get_command
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Benchmark, Option, options_of
-from kvboost.cli.common import errors, out
+from kvboost.cli.common import errors, out, set_signature
 from kvboost.config import bound_kernel_caches, install_extra
 from kvboost.errors import ConfigError
 
@@ -75,19 +74,11 @@ def command_of(benchmark: Benchmark) -> Any:
             raise typer.Exit(1)
 
     shared = {"quick": (Quick, False), "plot": (Plot, None), "output": (Output, None)}
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in (
-            (name, _annotation(name, kind, option, defaults[name]))
-            for name, (kind, option) in options.items()
-        )
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in shared.items()
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    own = (
+        (name, None, _annotation(name, kind, option, defaults[name]))
+        for name, (kind, option) in options.items()
+    )
+    set_signature(run, [*own, *((name, usual, kind) for name, (kind, usual) in shared.items())])
     told = f"{benchmark.question}\n\nPrints tables, and its record as JSON on the last line."
     if benchmark.goals:
         told += "\n\nGoals: " + "; ".join(benchmark.goals) + "."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache as remember
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, out, print_json
+from kvboost.cli.common import AsJson, errors, expanded, out, print_json, told
 from kvboost.config import (
     DEFAULT_MODEL,
     cache_dir,
@@ -33,32 +34,52 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Folder = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="FOLDER",
-        show_default=False,
-        help="The folder; by default KVBOOST_CACHE_DIR, or kv beside the models.",
-    ),
-]
-Dir = Annotated[
-    list[Path] | None,
-    typer.Option("--dir", "--cache-dir", metavar="FOLDER", help="The folder, named as an option."),
-]
+
+@dataclass(frozen=True)
+class Place:
+    """The folder, as an argument or as an option."""
+
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            show_default=False,
+            help="The folder; by default KVBOOST_CACHE_DIR, or kv beside the models.",
+        ),
+    ] = None
+    named: Annotated[
+        list[Path] | None,
+        told("The folder, named as an option.", "--dir", "--cache-dir", metavar="FOLDER"),
+    ] = None
+
+    def open(self, **options: Any) -> CacheFolder:
+        """Raises ConfigError if the argument and the options differ."""
+        from kvboost.cache.folder import CacheFolder
+
+        paths = [self.folder, *(self.named or [])]
+        given = {path.expanduser().absolute(): path for path in paths if path}
+        if len(given) > 1:
+            listed = " and ".join(repr(str(path)) for path in given.values())
+            raise ConfigError(
+                f"two folders are given, {listed}; name one, as an argument, --dir or --cache-dir"
+            )
+        chosen = next(iter(given.values()), None) or cache_dir()
+        return CacheFolder(chosen, secret=chosen_cache_secret(), **options)
+
+
 OfModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Only this model: its name, or the beginning of its id."),
+    str | None, told("Only this model: its name, or the beginning of its id.", "--model", "-m")
 ]
 _PREVIEW = 48
 
 
 @app.command()
+@expanded
 def ls(
-    folder: Folder = None,
-    named: Dir = None,
+    place: Place,
     model: OfModel = None,
-    text: Annotated[bool, typer.Option("--text", help="Show the beginning of their text.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Chunks to print; 0 prints all.")] = 20,
+    text: Annotated[bool, told("Show the beginning of their text.", "--text")] = False,
+    limit: Annotated[int, told("Chunks to print; 0 prints all.", min=0)] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the chunks, the last used first.
@@ -68,7 +89,7 @@ def ls(
     Example: [bold]kvboost cache ls ./kv --text[/bold]
     """
     with errors():
-        entries = _open(folder, named).entries(model)
+        entries = place.open().entries(model)
         shown = entries[: limit or None] if not as_json else entries
         previews = _previews(shown) if text else None
     if as_json:
@@ -93,13 +114,14 @@ def ls(
 
 
 @app.command()
-def info(folder: Folder = None, named: Dir = None, as_json: AsJson = False) -> None:
+@expanded
+def info(place: Place, as_json: AsJson = False) -> None:
     """Show how much there is of each model.
 
     Example: [bold]kvboost cache info ./kv[/bold]
     """
     with errors():
-        opened = _open(folder, named)
+        opened = place.open()
         found = opened.summary()
     if as_json:
         print_json(
@@ -149,7 +171,8 @@ def info(folder: Folder = None, named: Dir = None, as_json: AsJson = False) -> N
 
 
 @app.command()
-def verify(folder: Folder = None, named: Dir = None, as_json: AsJson = False) -> None:
+@expanded
+def verify(place: Place, as_json: AsJson = False) -> None:
     """Read every file and check it.
 
     Checks the checksum, or the signature if KVBOOST_CACHE_SECRET is set. Damaged files go into
@@ -158,7 +181,7 @@ def verify(folder: Folder = None, named: Dir = None, as_json: AsJson = False) ->
     Example: [bold]kvboost cache verify ./kv[/bold]
     """
     with errors():
-        verdict = _open(folder, named).verify()
+        verdict = place.open().verify()
     if as_json:
         print_json(vars(verdict))
     else:
@@ -180,11 +203,11 @@ def verify(folder: Folder = None, named: Dir = None, as_json: AsJson = False) ->
 
 
 @app.command()
+@expanded
 def clear(
-    folder: Folder = None,
-    named: Dir = None,
+    place: Place,
     model: OfModel = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, told("Do not ask.", "--yes", "-y")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove all chunks, or those of one model.
@@ -194,7 +217,7 @@ def clear(
     Example: [bold]kvboost cache clear ./kv --model smollm2-135m[/bold]
     """
     with errors():
-        opened = _open(folder, named)
+        opened = place.open()
         found = opened.summary(model)
         what = _count(found.chunks, "chunk") + (f" of {_clean(model)}" if model else "")
         if not yes:
@@ -208,12 +231,12 @@ def clear(
 
 
 @app.command()
+@expanded
 def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="The .tar file to write.")],
-    folder: Folder = None,
-    named: Dir = None,
+    place: Place,
     model: OfModel = None,
-    key: Annotated[str | None, typer.Option(help="Only this chunk, and those before it.")] = None,
+    key: Annotated[str | None, told("Only this chunk, and those before it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write chunks into one file, for another machine.
@@ -223,7 +246,7 @@ def export(
     Example: [bold]kvboost cache export kv.tar ./kv --model smollm2-135m[/bold]
     """
     with errors():
-        done = _open(folder, named).export(target, model=model, key=key)
+        done = place.open().export(target, model=model, key=key)
     if as_json:
         print_json({"chunks": done.chunks, "bytes": done.nbytes, "bad": done.bad})
         return
@@ -233,13 +256,13 @@ def export(
 
 
 @app.command("import")
+@expanded
 def install(
     source: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file that kvboost cache export wrote.")
     ],
-    folder: Folder = None,
-    named: Dir = None,
-    max_size: Annotated[str, typer.Option(help="The most that the folder may hold.")] = "20GiB",
+    place: Place,
+    max_size: Annotated[str, told("The most that the folder may hold.")] = "20GiB",
     as_json: AsJson = False,
 ) -> None:
     """Install the chunks of an exported file, each checked first.
@@ -251,7 +274,7 @@ def install(
     """
     with errors():
         budget = parse_bytes(max_size, "--max-size")
-        done = _open(folder, named, create=True, max_bytes=budget).install(source)
+        done = place.open(create=True, max_bytes=budget).install(source)
     if as_json:
         print_json(vars(done))
         return
@@ -264,15 +287,14 @@ def install(
 
 
 @app.command()
+@expanded
 def forget(
     text: Annotated[
         str, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
     ],
-    folder: Folder = None,
-    named: Dir = None,
+    place: Place,
     model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="The model whose tokenizer splits the text."),
+        str | None, told("The model whose tokenizer splits the text.", "--model", "-m")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -283,7 +305,7 @@ def forget(
     Example: [bold]kvboost cache forget "the secret" ./kv[/bold]
     """
     with errors():
-        opened = _open(folder, named)
+        opened = place.open()
         names = opened.models()
         chosen = model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
         from kvboost.model.loading.load import load_tokenizer
@@ -304,20 +326,6 @@ def forget(
     if others:
         listing = ", ".join(map(_clean, others))
         _say(f"not searched in the tokens of other models: try --model {listing}", style="yellow")
-
-
-def _open(folder: Path | None, named: list[Path] | None, **options: Any) -> CacheFolder:
-    """Opens the folder that an argument or options name. Raises ConfigError if they differ."""
-    from kvboost.cache.folder import CacheFolder
-
-    given = {path.expanduser().absolute(): path for path in [folder, *(named or [])] if path}
-    if len(given) > 1:
-        listed = " and ".join(repr(str(path)) for path in given.values())
-        raise ConfigError(
-            f"two folders are given, {listed}; name one, as an argument, --dir or --cache-dir"
-        )
-    chosen = next(iter(given.values()), None) or cache_dir()
-    return CacheFolder(chosen, secret=chosen_cache_secret(), **options)
 
 
 def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -27,89 +28,130 @@ from kvboost.config import (
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.results import GenerationResult
 
+
+def told(help: str, *flags: str, **more: Any) -> Any:
+    """An option of a command, with its help."""
+    return typer.Option(*flags, help=help, **more)
+
+
 Model = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A model's name, a folder, a .gguf file or a hub id; see kvboost models.",
+    told(
+        "A model's name, a folder, a .gguf file or a hub id; see kvboost models.", "--model", "-m"
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or mps; by default the best one there is.")
-]
+Device = Annotated[str | None, told("cpu, cuda or mps; by default the best one there is.")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default what suits the device."),
+    str | None, told("float32, bfloat16 or float16; by default what suits the device.")
 ]
 Weights = Annotated[
     str,
-    typer.Option(
-        help="Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
+    told(
+        "Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
         "auto (packed where that is fast)."
     ),
 ]
 Mode = Annotated[
-    str,
-    typer.Option(
-        help="baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse)."
-    ),
+    str, told("baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse).")
 ]
 Exactness = Annotated[
-    str,
-    typer.Option(
-        help="repaired (moved text answers as it is) or verified (it is read again, exactly)."
-    ),
+    str, told("repaired (moved text answers as it is) or verified (it is read again, exactly).")
 ]
 Speculate = Annotated[
     str,
-    typer.Option(
-        help="auto (draft tokens from the text that was read where that is faster), off, or the "
+    told(
+        "auto (draft tokens from the text that was read where that is faster), off, or the "
         "most tokens of a draft."
     ),
 ]
 DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A smaller model with the same vocabulary that drafts tokens too."),
+    str | None, told("A smaller model with the same vocabulary that drafts tokens too.")
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(
-        help="What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."
-    ),
+    told("What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."),
 ]
 HostMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory for streamed layers; others are read from disk in every step."),
+    str | None, told("Memory for streamed layers; others are read from disk in every step.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+AsJson = Annotated[bool, told("Print JSON, for scripts.", "--json")]
 Temperature = Annotated[
-    float,
-    typer.Option(min=0.0, help="0 always takes the likeliest token; more makes answers vary."),
+    float, told("0 always takes the likeliest token; more makes answers vary.", min=0.0)
 ]
-Seed = Annotated[int | None, typer.Option(help="Gives the same random choices every time.")]
-MaxNewTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+Seed = Annotated[int | None, told("Gives the same random choices every time.")]
+MaxNewTokens = Annotated[int, told("The longest answer, in tokens.")]
 
 CacheDir = Annotated[
     Path | None,
-    typer.Option(
-        help="Keep the cache in this folder for the next run; by default the folder that "
+    told(
+        "Keep the cache in this folder for the next run; by default the folder that "
         "KVBOOST_CACHE_DIR names, if any."
     ),
 ]
 KVBits = Annotated[
-    int,
-    typer.Option("--kv-bits", help="Precision of the cache: 16 bits, or 8 or 4 to save space."),
+    int, told("Precision of the cache: 16 bits, or 8 or 4 to save space.", "--kv-bits")
 ]
+
+
+def option(help: str, default: Any = None, flag: str | None = None, **more: Any) -> Any:
+    """A field of a dataclass of options. ``flag`` is its name on the command line if it has another
+    one; ``more`` is for ``typer.Option``."""
+    return field(default=default, metadata={"option": (flag, {"help": help, **more})})
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with an option for each field of a parameter that is a dataclass."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[tuple[str, Any, Any]] = []
+    for one in inspect.signature(command).parameters.values():
+        if one.name in groups:
+            parameters += _options_of(groups[one.name])
+        else:
+            parameters.append((one.name, one.default, hints[one.name]))
+
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{one.name: given.pop(one.name) for one in fields(kind)})
+        command(**given)
+
+    set_signature(run, parameters)
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def set_signature(run: Callable[..., None], parameters: Sequence[tuple[str, Any, Any]]) -> None:
+    """Has ``run`` show ``parameters``: the name, default and annotation of each."""
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, default, kind in parameters
+        ]
+    )
+    run.__annotations__ = {name: kind for name, _, kind in parameters}
+
+
+def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    for one in fields(kind):
+        annotation = hints[one.name]
+        if "option" in one.metadata:
+            flag, more = one.metadata["option"]
+            if annotation is bool:  # without --no-...
+                flag = flag or f"--{one.name.replace('_', '-')}"
+            annotation = Annotated[annotation, typer.Option(*([flag] if flag else []), **more)]
+        yield one.name, one.default, annotation
+
 
 out = Console()
 say = Console(stderr=True, highlight=False, soft_wrap=True)
 """What a server says besides its address, which goes to standard output for scripts."""
 
-Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Host = Annotated[str, told("The address to listen on.")]
 AllowHost = Annotated[
-    list[str] | None,
-    typer.Option(help="Another host name of this server; may be repeated; * allows any."),
+    list[str] | None, told("Another host name of this server; may be repeated; * allows any.")
 ]
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -126,15 +168,14 @@ def only_local(more: Sequence[str]) -> tuple[str, ...]:
     return () if "*" in more else (*_LOCAL, *more)
 
 
-_FLAGS = {
-    "kv_cache_bits": "--kv-bits",
-    "disk_cache_dir": "--cache-dir",
-    "remote_cache_url": "--remote-cache",
-    "model_name": "--model",
-    "endpoint": "--kv-events",
-    "replay_endpoint": "--kv-events-replay",
+RENAMED = {
+    "kv_cache_bits": "kv_bits",
+    "disk_cache_dir": "cache_dir",
+    "remote_cache_url": "remote_cache",
 }
-"""Options that have another name on the command line than in Python."""
+"""Options of an engine that have another name on the command line."""
+_NAMES = {**RENAMED, "model_name": "model", "endpoint": "kv_events"}
+_NAMES["replay_endpoint"] = "kv_events_replay"
 
 
 def in_flags(message: str) -> str:
@@ -143,8 +184,8 @@ def in_flags(message: str) -> str:
     named = re.match(r"[a-z_]+(?==)", message)
     if named is None:
         return message
-    flag = _FLAGS.get(named[0], f"--{named[0].replace('_', '-')}")
-    return flag + message[named.end() :]
+    name = _NAMES.get(named[0], named[0])
+    return f"--{name.replace('_', '-')}{message[named.end() :]}"
 
 
 @contextmanager
@@ -187,12 +228,23 @@ def speculation(speculate: str) -> str | int:
     return int(speculate) if speculate.isdecimal() else speculate
 
 
-def check_request(mode: str, exactness: str, speculate: str, max_new_tokens: int) -> None:
-    """Raises ConfigError for options of a request, before a model is loaded."""
-    choose(GenerationMode, mode, "mode")
-    one_of(exactness, EXACTNESS, "exactness")
-    most_drafted(speculation(speculate))
-    whole(max_new_tokens, 1, "max_new_tokens")
+@dataclass(frozen=True)
+class Answering:
+    """How a request is answered."""
+
+    mode: Mode = "chunk_kv_reuse"
+    exactness: Exactness = "repaired"
+    speculate: Speculate = str(EngineConfig.speculate)
+
+    def checked(self, max_new_tokens: int) -> dict[str, Any]:
+        """The options of the request, apart from its mode. Raises ConfigError, before a model is
+        loaded, for a mistake."""
+        choose(GenerationMode, self.mode, "mode")
+        one_of(self.exactness, EXACTNESS, "exactness")
+        speculate = speculation(self.speculate)
+        most_drafted(speculate)
+        whole(max_new_tokens, 1, "max_new_tokens")
+        return {"exactness": self.exactness, "speculate": speculate}
 
 
 def read_schema(file: Path) -> dict[str, Any]:
@@ -206,15 +258,18 @@ def read_schema(file: Path) -> dict[str, Any]:
     return schema
 
 
-def load_engine(
-    model: str,
-    device: str | None,
-    dtype: str | None,
-    cache_dir: Path | None = None,
-    kv_bits: int = EngineConfig.kv_cache_bits,
-    weights: str = EngineConfig.weights,
-    **options: Any,
-) -> Any:
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded, and where its cache is."""
+
+    cache_dir: CacheDir = None
+    kv_bits: KVBits = EngineConfig.kv_cache_bits
+    device: Device = None
+    dtype: Dtype = None
+    weights: Weights = EngineConfig.weights
+
+
+def load_engine(model: str, how: Loading, **options: Any) -> Any:
     """Loads an engine and meanwhile says so: importing torch takes seconds, and so do weights."""
     with Console(stderr=True).status(f"loading {model}") as status:
         import kvboost
@@ -223,11 +278,11 @@ def load_engine(
             status.stop()  # the installation shows its own progress
         return kvboost.KVBoost.from_pretrained(
             model,
-            device=device,
-            dtype=dtype,
-            disk_cache_dir=cache_dir or chosen_cache_dir(),
-            kv_cache_bits=kv_bits,
-            weights=weights,
+            device=how.device,
+            dtype=how.dtype,
+            disk_cache_dir=how.cache_dir or chosen_cache_dir(),
+            kv_cache_bits=how.kv_bits,
+            weights=how.weights,
             **options,
         )
 

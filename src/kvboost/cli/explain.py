@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,44 +14,39 @@ from rich.text import Text
 
 from kvboost.cli.common import (
     AsJson,
-    CacheDir,
-    Device,
-    Dtype,
-    KVBits,
+    Loading,
     Mode,
     Model,
-    Weights,
     errors,
+    expanded,
     load_engine,
     out,
     print_json,
+    told,
 )
 from kvboost.cli.explained_requests import Asked, read_requests
-from kvboost.config import DEFAULT_MODEL, EngineConfig, GenerationMode, choose
+from kvboost.config import DEFAULT_MODEL, GenerationMode, choose
 from kvboost.results import Explanation
 
 Explain = Callable[[Asked, "str | None"], Explanation]
 """Serves a request, explains it, and reads the answer that a later request holds, if any."""
 
 
+@expanded
 def explain(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The requests; - reads standard input.")
     ],
     model: Model = DEFAULT_MODEL,
     url: Annotated[
-        str | None,
-        typer.Option(help="Ask this server of kvboost serve, which has a model and a cache."),
+        str | None, told("Ask this server of kvboost serve, which has a model and a cache.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="KVBOOST_KEY", help="The server's key, if it needs one.")
+        str | None, told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
     ] = None,
     mode: Mode = "chunk_kv_reuse",
-    cache_dir: CacheDir = None,
-    kv_bits: KVBits = EngineConfig.kv_cache_bits,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = EngineConfig.weights,
+    *,
+    loading: Loading,
     as_json: AsJson = False,
 ) -> None:
     """Show why each part of a prompt would or would not be reused, and which edit is to blame.
@@ -70,11 +65,7 @@ def explain(
     with errors():
         choose(GenerationMode, mode, "mode")
         requests = read_requests(file, sys.stdin.read)
-        serving = (
-            _local(model, mode, cache_dir, kv_bits, device, dtype, weights)
-            if url is None
-            else _server(url, api_key, mode)
-        )
+        serving = _local(model, mode, loading) if url is None else _server(url, api_key, mode)
         with serving as serve_one:
             for request, answer in _with_answers(requests):
                 found = serve_one(request, answer)
@@ -91,10 +82,8 @@ def _with_answers(requests: Sequence[Asked]) -> Iterator[tuple[Asked, str | None
 
 
 @contextmanager
-def _local(
-    model: str, mode: str, cache_dir: Any, kv_bits: int, device: Any, dtype: Any, weights: str
-) -> Iterator[Explain]:
-    with load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
+def _local(model: str, mode: str, loading: Loading) -> Iterator[Explain]:
+    with load_engine(model, loading) as engine:
         busy = Console(stderr=True)
 
         def serve_one(request: Asked, answer: str | None) -> Explanation:

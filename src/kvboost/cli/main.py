@@ -17,33 +17,29 @@ from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import bench, cache, explain, models, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
+    Answering,
     AsJson,
-    CacheDir,
     Device,
     DeviceMemory,
     Dtype,
-    Exactness,
     HostMemory,
-    KVBits,
+    Loading,
     MaxNewTokens,
-    Mode,
     Model,
     Seed,
-    Speculate,
     Temperature,
-    Weights,
-    check_request,
     describe,
     errors,
+    expanded,
     load_engine,
     out,
     print_json,
     read_schema,
-    speculation,
     summary,
+    told,
     unwrap_help,
 )
-from kvboost.config import DEFAULT_MODEL, EngineConfig
+from kvboost.config import DEFAULT_MODEL
 
 app = typer.Typer(
     name="kvboost",
@@ -69,8 +65,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, told("Show the version.", "--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """A language model should never read the same text twice."""
@@ -81,7 +76,7 @@ def demo(
     model: Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: Dtype = "float32",
-    quick: Annotated[bool, typer.Option("--quick", help="Ask half of the prompts.")] = False,
+    quick: Annotated[bool, told("Ask half of the prompts.", "--quick")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare answers and times without and with reuse.
@@ -90,7 +85,7 @@ def demo(
     orders. It runs in float32, so that answers can be compared token by token; --dtype bfloat16
     is faster.
     """
-    with errors(), load_engine(model, device, dtype) as engine:
+    with errors(), load_engine(model, Loading(device=device, dtype=dtype)) as engine:
         from kvboost.cli import demo as demonstration
 
         console = Console(stderr=True) if as_json else out
@@ -111,6 +106,7 @@ def demo(
 
 
 @app.command()
+@expanded
 def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The question; - reads standard input.")
@@ -120,26 +116,20 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+        list[str] | None, told("End the answer before this text; may be repeated.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Ask in the model's chat template; --no-chat continues the text.")
+        bool, told("Ask in the model's chat template; --no-chat continues the text.")
     ] = True,
     schema: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answer in JSON that keeps to the JSON schema in FILE."),
+        Path | None, told("Answer in JSON that keeps to the JSON schema in FILE.", metavar="FILE")
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Answer with text that this regular expression matches.")
+        str | None, told("Answer with text that this regular expression matches.")
     ] = None,
-    mode: Mode = "chunk_kv_reuse",
-    exactness: Exactness = "repaired",
-    speculate: Speculate = str(EngineConfig.speculate),
-    cache_dir: CacheDir = None,
-    kv_bits: KVBits = EngineConfig.kv_cache_bits,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = EngineConfig.weights,
+    *,
+    how: Answering,
+    loading: Loading,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt.
@@ -150,19 +140,15 @@ def generate(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors():
-        check_request(mode, exactness, speculate, max_new_tokens)
-        format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
+        options = how.checked(max_new_tokens)
+        options |= {"schema": read_schema(schema) if schema else None, "regex": regex}
+        options |= {"temperature": temperature, "seed": seed, "stop": stop}
+    with errors(), load_engine(model, loading) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
             max_new_tokens,
-            mode,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-            exactness=exactness,
-            speculate=speculation(speculate),
-            **format_options,
+            how.mode,
+            **options,
         )
         for piece in stream:
             if not as_json:
@@ -175,20 +161,16 @@ def generate(
 
 
 @app.command()
+@expanded
 def chat(
     model: Model = DEFAULT_MODEL,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    system: Annotated[str | None, told("The system prompt.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
-    mode: Mode = "chunk_kv_reuse",
-    exactness: Exactness = "repaired",
-    speculate: Speculate = str(EngineConfig.speculate),
-    cache_dir: CacheDir = None,
-    kv_bits: KVBits = EngineConfig.kv_cache_bits,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = EngineConfig.weights,
+    *,
+    how: Answering,
+    loading: Loading,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
 ) -> None:
@@ -200,20 +182,11 @@ def chat(
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
     with errors():
-        check_request(mode, exactness, speculate, max_new_tokens)
+        options = how.checked(max_new_tokens) | {"temperature": temperature, "seed": seed}
     memory = {"device_memory": device_memory, "host_memory": host_memory}
-    with (
-        errors(),
-        load_engine(model, device, dtype, cache_dir, kv_bits, weights, **memory) as engine,
-    ):
+    with errors(), load_engine(model, loading, **memory) as engine:
         edit_lines()
-        options = {
-            "temperature": temperature,
-            "seed": seed,
-            "exactness": exactness,
-            "speculate": speculation(speculate),
-        }
-        Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
+        Conversation(engine, out, system, max_new_tokens, how.mode, options).run(ask_in_terminal)
 
 
 @app.command()
@@ -222,7 +195,7 @@ def doctor(
     device: Device = None,
     dtype: Dtype = None,
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="Show instead whether vLLM can use KVBoost here.")
+        bool, told("Show instead whether vLLM can use KVBoost here.", "--vllm")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

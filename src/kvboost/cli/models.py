@@ -11,7 +11,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import kvboost
-from kvboost.cli.common import AsJson, errors, out, print_json
+from kvboost.cli.common import AsJson, errors, out, print_json, told
 from kvboost.config import format_bytes, home
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def fit(
         str, typer.Argument(metavar="MODEL", help="A .gguf file, a folder, a name or a hub id.")
     ],
     again: Annotated[
-        bool, typer.Option("--measure", help="Measure the bandwidths again, on an idle machine.")
+        bool, told("Measure the bandwidths again, on an idle machine.", "--measure")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

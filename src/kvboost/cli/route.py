@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvboost.cli.common import AllowHost, Host, address, errors, only_local, say
+from kvboost.cli.common import AllowHost, Host, address, errors, expanded, only_local, option, say
 from kvboost.config import install_extra, parse_bytes
 from kvboost.errors import ConfigError
 
@@ -15,6 +16,47 @@ if TYPE_CHECKING:
     from kvboost.deploy.upstreams import Upstreams
 
 
+@dataclass(frozen=True)
+class RouteOptions:
+    host: Host = "127.0.0.1"
+    port: int = option("The port; 0 takes a free one.", 8080, min=0, max=65535)
+    policy: str = option(
+        "content: to the server that has read the prompt's beginning or its passages; beginning: "
+        "for servers that reuse prefixes only, as vLLM does; round-robin: in turn.",
+        "content",
+    )
+    remember: int = option(
+        "Tokens of text to remember for each server; best as many as its cache holds.",
+        4 * 1024**2,
+        min=64,
+    )
+    request_tokens: int = option(
+        "What a running request counts, in prompt tokens, when servers are compared. More spreads "
+        "the load, less keeps text together.",
+        64,
+        min=0,
+    )
+    shared_cache: bool = option(
+        "The servers share cached text between API keys (kvboost serve --shared-cache, or vLLM). "
+        "By default text of one key says nothing about another's.",
+        False,
+    )
+    health_seconds: float = option("Seconds between two checks of a server.", 2.0, min=0.05)
+    timeout: float = option(
+        "Seconds that a server may send nothing; 0 sets no limit.", 600.0, min=0.0
+    )
+    drain_seconds: float = option(
+        "Seconds that running answers get when the router stops.", 30.0, min=0.0
+    )
+    max_body: str = option("The largest request, such as 8MiB.", "8MiB")
+    max_requests: int = option(
+        "Requests that may be open at once; more are answered 503.", 512, min=1
+    )
+    metrics: str = option("open or off: whether /metrics is there.", "open")
+    allow_host: AllowHost = None
+
+
+@expanded
 def route(
     upstreams: Annotated[
         list[str],
@@ -25,56 +67,7 @@ def route(
             show_default=False,
         ),
     ],
-    host: Host = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")
-    ] = 8080,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="content: to the server that has read the prompt's beginning or its passages; "
-            "beginning: for servers that reuse prefixes only, as vLLM does; round-robin: in turn."
-        ),
-    ] = "content",
-    remember: Annotated[
-        int,
-        typer.Option(
-            min=64,
-            help="Tokens of text to remember for each server; best as many as its cache holds.",
-        ),
-    ] = 4 * 1024**2,
-    request_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="What a running request counts, in prompt tokens, when servers are compared. "
-            "More spreads the load, less keeps text together.",
-        ),
-    ] = 64,
-    shared_cache: Annotated[
-        bool,
-        typer.Option(
-            "--shared-cache",
-            help="The servers share cached text between API keys (kvboost serve --shared-cache, "
-            "or vLLM). By default text of one key says nothing about another's.",
-        ),
-    ] = False,
-    health_seconds: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two checks of a server.")
-    ] = 2.0,
-    timeout: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds that a server may send nothing; 0 sets no limit."),
-    ] = 600.0,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that running answers get when the router stops.")
-    ] = 30.0,
-    max_body: Annotated[str, typer.Option(help="The largest request, such as 8MiB.")] = "8MiB",
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that may be open at once; more are answered 503.")
-    ] = 512,
-    metrics: Annotated[str, typer.Option(help="open or off: whether /metrics is there.")] = "open",
-    allow_host: AllowHost = None,
+    given: RouteOptions,
 ) -> None:
     """Put one address before several servers, and send each request where its text was read.
 
@@ -112,28 +105,28 @@ def route(
             raise ConfigError(
                 f"kvboost route needs {error.name}; {install_extra('serve')}"
             ) from None
-        if metrics not in ("open", "off"):
-            raise ConfigError(f"metrics={metrics!r} is not available; choose 'open' or 'off'")
+        if given.metrics not in ("open", "off"):
+            raise ConfigError(f"metrics={given.metrics!r} is not available; choose 'open' or 'off'")
         settings = ProxySettings(
             tuple(upstreams),
-            RouterSettings(policy, remember, request_tokens),
-            shared_cache=shared_cache,
-            health_seconds=health_seconds,
-            timeout=timeout or None,
+            RouterSettings(given.policy, given.remember, given.request_tokens),
+            shared_cache=given.shared_cache,
+            health_seconds=given.health_seconds,
+            timeout=given.timeout or None,
             limits=ServerSettings(
-                max_body_bytes=parse_bytes(max_body, "max_body"),
-                max_requests=max_requests,
-                max_anonymous_requests=max_requests,
-                max_connections=max(ServerSettings.max_connections, 2 * max_requests),
-                drain_seconds=drain_seconds,
-                metrics=metrics,
-                allowed_hosts=only_local(allow_host or ()) if is_loopback(host) else (),
+                max_body_bytes=parse_bytes(given.max_body, "max_body"),
+                max_requests=given.max_requests,
+                max_anonymous_requests=given.max_requests,
+                max_connections=max(ServerSettings.max_connections, 2 * given.max_requests),
+                drain_seconds=given.drain_seconds,
+                metrics=given.metrics,
+                allowed_hosts=only_local(given.allow_host or ()) if is_loopback(given.host) else (),
             ),
         )
         app = create_router(settings)
-        with bind(host, port) as listening:
+        with bind(given.host, given.port) as listening:
             port = listening.getsockname()[1]
-            run(app, listening, lambda: _announce(app.state.server, address(host, port)))
+            run(app, listening, lambda: _announce(app.state.server, address(given.host, port)))
     say.print("stopped", markup=False)
 
 

@@ -7,15 +7,42 @@ import logging
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from kvboost.cli.common import unreadable
+from kvboost.cli.common import (
+    RENAMED,
+    AllowHost,
+    CacheDir,
+    Device,
+    DeviceMemory,
+    DraftModel,
+    Dtype,
+    Host,
+    HostMemory,
+    KVBits,
+    Mode,
+    Model,
+    Speculate,
+    Weights,
+    option,
+    speculation,
+    told,
+    unreadable,
+)
 from kvboost.cli.option_files import read_option_file
-from kvboost.config import unknown_option
+from kvboost.config import (
+    DEFAULT_MODEL,
+    MOST_CONTEXTS,
+    EngineConfig,
+    EngineOptions,
+    chosen_cache_dir,
+    format_bytes,
+    unknown_option,
+)
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvboost.serve")
 
-RELOADED = ("keys_file", "timeout", "mode", "log_prompts", "served_name")
-"""Parameters whose new values a running server takes over. All others need a restart."""
+_RELOADED = {"keys_file": "keys", "served_name": "served_names"}
+"""Options that a running server takes over under another name."""
 _MISTAKE = "kvboost.config"
 _VALUES: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -53,13 +80,13 @@ def read_config(context: typer.Context, path: Path, *, starting: bool = False) -
     }
     assert context.command.callback is not None
     types = get_type_hints(inspect.unwrap(context.command.callback))
-    for option, value in given.items():
-        if option not in names:
-            raise ConfigError(f"--config {path}: {unknown_option(option, names)}")
-        expected = _mistaken_type(types[str(names[option])], value)
+    for name, value in given.items():
+        if name not in names:
+            raise ConfigError(f"--config {path}: {unknown_option(name, names)}")
+        expected = _mistaken_type(types[str(names[name])], value)
         if expected is not None:
-            raise ConfigError(f"--config {path}: {option}={value!r} must be {expected}")
-    return {str(names[option]): value for option, value in given.items()}
+            raise ConfigError(f"--config {path}: {name}={value!r} must be {expected}")
+    return {str(names[name]): value for name, value in given.items()}
 
 
 def _mistaken_type(annotation: Any, value: object) -> str | None:
@@ -93,61 +120,198 @@ def check_config(context: typer.Context) -> None:
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        help="A TOML file of these options, such as max-running = 16. Options of the command line "
+    told(
+        "A TOML file of these options, such as max-running = 16. Options of the command line "
         "come first.",
         is_eager=True,
         callback=_take_defaults,
     ),
 ]
-ApiWorkers = Annotated[
-    str,
-    typer.Option(
-        help="Processes for HTTP, tokenizing and the text of answers: 1 keeps this work from "
-        "delaying the computation of answers, 0 does all in one process. auto: 1 on GPUs, 0 on "
-        "CPUs, whose cores compute the answers."
-    ),
-]
-CorsOrigin = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A web page that may call the server from a browser, such as https://app.example; may "
-        "be repeated; * allows every page."
-    ),
-]
-FarKVBytes = Annotated[
-    str,
-    typer.Option(
-        help="Memory for requests that --max-kv-bytes does not hold: of the host, if the model is "
-        "on a GPU, or in a file. 0 refuses them."
-    ),
-]
-FarKVBits = Annotated[
-    int, typer.Option(help="Bits of that KV: 16, or 8 and 4 if the model is on a GPU.")
-]
-FarKVDir = Annotated[
-    Path | None, typer.Option(help="The folder of these files; by default the temporary one.")
-]
-StateEvery = Annotated[
-    int | None,
-    typer.Option(
-        min=16,
-        help="Of a model with states: keep them at multiples of so many tokens; by default they "
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of ``kvboost serve``. Those of the engine and of the server have their names, or
+    another one in ``RENAMED``."""
+
+    model: Model = DEFAULT_MODEL
+    host: Host = "127.0.0.1"
+    port: int = option("The port; 0 takes a free one.", 8000, min=0, max=65535)
+    mode: Mode = "chunk_kv_reuse"
+    cache_dir: CacheDir = None
+    max_cache_bytes: str = option(
+        "Memory for the cache, such as 500MB or 2GiB.", format_bytes(EngineConfig.max_cache_bytes)
+    )
+    disk_cache_bytes: str = option(
+        "Disk space for the cache in --cache-dir.", format_bytes(EngineConfig.disk_cache_bytes)
+    )
+    remote_cache: str | None = option("A store that machines share, such as redis://host:6379.")
+    remote_cache_bytes: str | None = option(
+        "Space for the cache in --remote-cache; only a Redis needs no limit."
+    )
+    warm: list[Path] | None = option(
+        "A text file, or a folder of them, to read before others ask; may be repeated. "
+        "Requests are answered meanwhile, and /ready says warming until it is done."
+    )
+    pin: bool = option("Never evict the files of --warm while the server runs.", False)
+    warm_for: list[str] | None = option("The name of a key that --warm reads for; may be repeated.")
+    warm_contexts: int | None = option(
+        "In how many contexts the files of --warm are read: at first by themselves, then, while "
+        "the server is idle and less than half of the cache is taken, each after another file. "
+        "Answers over them come closer to a full prefill; each context takes as much memory as the "
+        f"first. Default: {MOST_CONTEXTS}, or 1 with --heal off.",
+        min=1,
+        max=MOST_CONTEXTS,
+    )
+    max_pinned_bytes: str | None = option(
+        "Memory that pinned text may take; by default half of the cache."
+    )
+    kv_bits: KVBits = EngineConfig.kv_cache_bits
+    heal: str = option(
+        "When text computed on moved text is computed again, exactly: auto, idle or off.",
+        EngineConfig.heal,
+    )
+    max_audit_kl: float | None = option(
+        "Recompute twice as much of moved text if answers are further than this from exact "
+        "ones (mean KL).",
+        min=0.0,
+    )
+    max_images: int = option(
+        "The most images of a prompt, for models that see.", EngineConfig.max_images, min=0
+    )
+    max_image_bytes: str = option(
+        "The largest file of an image, such as 20MiB.", format_bytes(EngineConfig.max_image_bytes)
+    )
+    max_image_pixels: int = option(
+        "The most pixels of an image before it is scaled down.",
+        EngineConfig.max_image_pixels,
+        min=1,
+    )
+    speculate: Speculate = str(EngineConfig.speculate)
+    draft_model: DraftModel = None
+    device_memory: DeviceMemory = None
+    host_memory: HostMemory = None
+    max_running: int | None = option("Requests that run at once. Default: 16, on a GPU 64.", min=1)
+    max_waiting: int = option(
+        "Requests that may wait; more are answered 429.", EngineConfig.max_waiting, min=0
+    )
+    max_kv_bytes: str | None = option(
+        "Memory for running requests; by default a quarter of all memory."
+    )
+    far_kv_bytes: str = option(
+        "Memory for requests that --max-kv-bytes does not hold: of the host, if the model is "
+        "on a GPU, or in a file. 0 refuses them.",
+        "0",
+    )
+    far_kv_bits: int = option("Bits of that KV: 16, or 8 and 4 if the model is on a GPU.", 16)
+    far_kv_dir: Path | None = option("The folder of these files; by default the temporary one.")
+    state_every: int | None = option(
+        "Of a model with states: keep them at multiples of so many tokens; by default they "
         "take no more memory than the KV.",
-    ),
-]
-TlsCert = Annotated[
-    Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(help="The certificate's private key, unless it is in --tls-cert.")
-]
-OtlpEndpoint = Annotated[
-    str | None,
-    typer.Option(
-        help="Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4318."
-    ),
-]
+        min=16,
+    )
+    sharing_wait: float = option(
+        "Seconds a request may wait for another that is reading the same text.",
+        EngineConfig.sharing_wait,
+        min=0.0,
+    )
+    max_pause: float = option(
+        "About how many seconds a running answer waits for its next token at most while other "
+        "prompts are read; 0 sets no limit.",
+        EngineConfig.max_pause,
+        min=0.0,
+    )
+    timeout: float = option("Seconds a request may take; 0 sets no limit.", 600.0, min=0.0)
+    drain_seconds: float = option(
+        "Seconds that running answers get when the server stops.", 30.0, min=0.0
+    )
+    keys_file: Path | None = option(
+        "A file of keys, one per line: key, name:key or admin:name:key. Keys in "
+        "KVBOOST_API_KEYS, separated by commas, are added.",
+        flag="--api-keys",
+    )
+    shared_cache: bool = option("All keys share one cache.", False)
+    strict_fields: bool = option(
+        "Refuse requests with fields that the server does not know. By default they are left "
+        "out, and the answer says so.",
+        False,
+    )
+    metrics: str = option("Who may read /metrics: open, key (an administrator's), or off.", "open")
+    log_prompts: bool = option("Write prompts to the log.", False)
+    kv_events: str | None = option(
+        "Publish which text the cache holds, as vLLM does, for routers such as llm-d and "
+        "Dynamo: tcp://*:5557."
+    )
+    kv_events_topic: str = option("The topic of these events; llm-d expects kv@ADDRESS@MODEL.", "")
+    kv_events_replay: str | None = option(
+        "Where routers ask for events that they have missed: tcp://*:5558."
+    )
+    kv_events_block: int = option(
+        "Tokens in a block of these events, as the router expects.", 16, min=1
+    )
+    embedding_model: str | None = option(
+        "What /v1/embeddings uses: all-minilm-l6-v2, a folder or a hub id. By default the "
+        "model itself."
+    )
+    served_name: list[str] | None = option("The model's name in requests; may be repeated.")
+    lora: list[str] | None = option(
+        "A LoRA adapter that requests may name; may be repeated.", metavar="NAME=PATH"
+    )
+    allow_host: AllowHost = None
+    device: Device = None
+    dtype: Dtype = None
+    weights: Weights = EngineConfig.weights
+    tp_size: int = option("GPUs to split the model over; must divide its KV heads.", 1, min=1)
+    rehearse: bool | None = option(
+        "Answer made-up prompts of many sizes before taking requests, so that users do not "
+        "wait while graphs of new sizes are recorded. By default on GPUs.",
+        flag="--rehearse/--no-rehearse",
+    )
+    config: ConfigFile = None
+    cors_origin: list[str] | None = option(
+        "A web page that may call the server from a browser, such as https://app.example; may "
+        "be repeated; * allows every page."
+    )
+    tls_cert: Path | None = option("Serve HTTPS with this certificate, a PEM file.")
+    tls_key: Path | None = option("The certificate's private key, unless it is in --tls-cert.")
+    otlp_endpoint: str | None = option(
+        "Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4318."
+    )
+    api_workers: str = option(
+        "Processes for HTTP, tokenizing and the text of answers: 1 keeps this work from "
+        "delaying the computation of answers, 0 does all in one process. auto: 1 on GPUs, 0 on "
+        "CPUs, whose cores compute the answers.",
+        "auto",
+    )
+
+    def for_engine(self) -> dict[str, Any]:
+        """The options of the engine. None leaves ``max_running`` to the device."""
+        own = {one.name for one in fields(self)}
+        names = {name: RENAMED.get(name, name) for name in EngineOptions.__annotations__}
+        given = {
+            name: getattr(self, own_name) for name, own_name in names.items() if own_name in own
+        }
+        if self.max_running is None:
+            del given["max_running"]
+        given["disk_cache_dir"] = self.cache_dir or chosen_cache_dir()
+        given["speculate"] = speculation(self.speculate)
+        return given | {"device": self.device, "dtype": self.dtype, "tp_size": self.tp_size}
+
+    def for_server(self) -> dict[str, Any]:
+        """The settings of the server that need no more than to be passed on."""
+        own = {one.name for one in fields(self)}
+        from kvboost.serve.settings import ServerSettings
+
+        given = {
+            one.name: getattr(self, one.name) for one in fields(ServerSettings) if one.name in own
+        }
+        return given | {
+            "timeout": self.timeout or None,
+            "served_names": tuple(self.served_name or ()),
+            "cors_origins": tuple(self.cors_origin or ()),
+            "warm_for": tuple(self.warm_for or ()),
+            "warm_contexts": self.warm_contexts or (1 if self.heal == "off" else MOST_CONTEXTS),
+        }
 
 
 def num_api_workers(given: str) -> int | None:
@@ -168,22 +332,18 @@ def reread_settings(
 ) -> ServerSettings:
     """The settings of a running server after its files have changed. Logs the options that changed
     but need a restart. Raises ConfigError for a mistake."""
+    from kvboost.serve.settings import RELOADABLE
+
     new = _reread(context)
     waiting = [
         option
         for option, name in _options(context)
-        if name not in RELOADED and new[name] != context.params[name]
+        if _RELOADED.get(name, name) not in RELOADABLE and new[name] != context.params[name]
     ]
     if waiting:
         logger.warning("reload: a restart is needed for %s", ", ".join(waiting))
-    return replace(
-        settings,
-        keys=read_keys(new["keys_file"]),
-        timeout=new["timeout"] or None,
-        mode=new["mode"],
-        log_prompts=new["log_prompts"],
-        served_names=tuple(new["served_name"] or ()),
-    )
+    read = ServeOptions(**new).for_server() | {"keys": read_keys(new["keys_file"])}
+    return replace(settings, **{name: read[name] for name in RELOADABLE})
 
 
 def _reread(context: typer.Context) -> dict[str, Any]:

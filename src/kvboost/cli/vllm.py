@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, out, print_json
+from kvboost.cli.common import AsJson, errors, expanded, option, out, print_json, told
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError
 
@@ -22,30 +23,34 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Url = Annotated[str, typer.Option(help="The address of vLLM's API.")]
-ServedModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="The model's name at the server; by default its first one."),
-]
-Salt = Annotated[
-    str | None,
-    typer.Option(help="The cache_salt of the requests that are meant; by default those without."),
-]
-Key = Annotated[
-    str | None, typer.Option(envvar="VLLM_API_KEY", help="The API key, if vLLM asks for one.")
-]
-LOCAL = "http://127.0.0.1:8000"
+
+@dataclass(frozen=True)
+class At:
+    """The server, and the requests that are meant."""
+
+    url: str = option("The address of vLLM's API.", "http://127.0.0.1:8000")
+    model: Annotated[
+        str | None,
+        told("The model's name at the server; by default its first one.", "--model", "-m"),
+    ] = None
+    salt: str | None = option(
+        "The cache_salt of the requests that are meant; by default those without."
+    )
+    api_key: str | None = option("The API key, if vLLM asks for one.", envvar="VLLM_API_KEY")
+
+    def server(self) -> VllmServer:
+        from kvboost.integrations.vllm.client import VllmServer
+
+        return VllmServer(self.url, model=self.model, salt=self.salt, api_key=self.api_key)
 
 
 @app.command()
+@expanded
 def warm(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Text files; - reads standard input.")
     ],
-    url: Url = LOCAL,
-    model: ServedModel = None,
-    salt: Salt = None,
-    api_key: Key = None,
+    at: At,
     as_json: AsJson = False,
 ) -> None:
     """Have documents read, so that requests reuse them.
@@ -55,7 +60,7 @@ def warm(
     Example: [bold]kvboost vllm warm handbook.txt faq.txt --url http://127.0.0.1:8000[/bold]
     """
     with errors():
-        server = _server(url, model, salt, api_key)
+        server = at.server()
         texts = [_text(name) for name in files]
         server.stats()  # fails if there is no connector to store anything
         done = []
@@ -72,17 +77,16 @@ def warm(
 
 
 @app.command()
+@expanded
 def forget(
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--everything", help="Forget all that was read under the salt.")
+        bool, told("Forget all that was read under the salt.", "--everything")
     ] = False,
-    url: Url = LOCAL,
-    model: ServedModel = None,
-    salt: Salt = None,
-    api_key: Key = None,
+    *,
+    at: At,
     as_json: AsJson = False,
 ) -> None:
     """Remove every chunk that contains a text, and the chunks after it, from every tier.
@@ -95,7 +99,7 @@ def forget(
     with errors():
         if (text is None) is not everything:
             raise ConfigError("name a text to forget, or --everything, and not both")
-        server = _server(url, model, salt, api_key)
+        server = at.server()
         if text is None:
             forgotten = server.forget_everything()
         else:
@@ -107,11 +111,9 @@ def forget(
 
 
 @app.command()
+@expanded
 def stats(
-    url: Url = LOCAL,
-    model: ServedModel = None,
-    salt: Salt = None,
-    api_key: Key = None,
+    at: At,
     as_json: AsJson = False,
 ) -> None:
     """Show what is stored, and what requests have reused since the start.
@@ -119,7 +121,7 @@ def stats(
     Example: [bold]kvboost vllm stats --json[/bold]
     """
     with errors():
-        found = _server(url, model, salt, api_key).stats()
+        found = at.server().stats()
     if as_json:
         print_json(found)
         return
@@ -143,12 +145,6 @@ def _shown(tier: dict[str, Any], figure: str) -> str:
     if tier.get(figure) is None:
         return ""
     return format_bytes(tier[figure]) if "bytes" in figure else f"{tier[figure]:,}"
-
-
-def _server(url: str, model: str | None, salt: str | None, api_key: str | None) -> VllmServer:
-    from kvboost.integrations.vllm.client import VllmServer
-
-    return VllmServer(url, model=model, salt=salt, api_key=api_key)
 
 
 def _text(name: str) -> str:

@@ -12,8 +12,8 @@ from kvboost.deploy.models import MAX_LIST
 from kvboost.deploy.requests import UPSTREAM_HEADER, RawHeaders, end_to_end
 from kvboost.deploy.state import RouteState
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import short
-from kvboost.serve.streaming import event, line
+from kvboost.serve.http.problems import short
+from kvboost.serve.http.streaming import event, line
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvboost.deploy.requests import Forwarded, read_request
 from kvboost.deploy.router import Flight
 from kvboost.deploy.state import RouteState
 from kvboost.serve.errors import ApiError, ClientGone, timed_out
-from kvboost.serve.streaming import unless_gone
+from kvboost.serve.http.streaming import unless_gone
 
 logger = logging.getLogger("kvboost.route")
 

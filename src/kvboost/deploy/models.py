@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 
 PATH = "/v1/models"
 LISTS = {PATH: ("data", "id"), "/api/tags": ("models", "name")}

@@ -22,7 +22,7 @@ from kvboost.deploy.forward import Forward
 from kvboost.deploy.state import ProxySettings, RouteState
 from kvboost.deploy.targets import FORWARDED, is_plain, not_plain
 from kvboost.serve.errors import ApiError
-from kvboost.serve.limits import HeadLimits, OpenRequests
+from kvboost.serve.http.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 
 ABOUT = (

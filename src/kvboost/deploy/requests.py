@@ -13,9 +13,9 @@ from kvboost.deploy import models
 from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
 from kvboost.deploy.state import RouteState
 from kvboost.deploy.targets import check_target
-from kvboost.serve.bodies import receive_body
 from kvboost.serve.errors import ApiError
-from kvboost.serve.json_text import JsonBudget, JsonTextError
+from kvboost.serve.http.bodies import receive_body
+from kvboost.serve.http.json_text import JsonBudget, JsonTextError
 
 RawHeaders = list[tuple[bytes, bytes]]
 

@@ -11,8 +11,8 @@ from kvboost.deploy.metrics import RouteMetrics
 from kvboost.deploy.router import Router, RouterSettings
 from kvboost.deploy.upstreams import Upstreams, upstream_url
 from kvboost.errors import ConfigError
+from kvboost.serve.http.workers import Workers
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.workers import Workers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import unicodedata
 from urllib.parse import unquote_to_bytes
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 
 FORWARDED = (b"/v1/", b"/api/")
 """The beginnings of paths that are sent on: OpenAI's and Anthropic's APIs, and Ollama's."""

@@ -17,21 +17,8 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import (
-    adapters,
-    admin,
-    chat,
-    completions,
-    document_routes,
-    embeddings,
-    explain_routes,
-    openapi,
-    tokenize,
-)
 from kvboost.serve.anthropic import routes as anthropic
-from kvboost.serve.application import Application
 from kvboost.serve.auth import AuthMiddleware
-from kvboost.serve.cors import Cors
 from kvboost.serve.errors import (
     ApiError,
     on_engine_error,
@@ -39,19 +26,25 @@ from kvboost.serve.errors import (
     on_invalid,
     on_too_much,
 )
-from kvboost.serve.limits import HeadLimits, OpenRequests
+from kvboost.serve.http import openapi
+from kvboost.serve.http.application import Application
+from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests
+from kvboost.serve.http.middleware import RequestMiddleware
+from kvboost.serve.http.openapi import Router, errors
 from kvboost.serve.metrics import CONTENT_TYPE
-from kvboost.serve.middleware import RequestMiddleware
 from kvboost.serve.ollama import routes as ollama
 from kvboost.serve.openai_responses import routes as openai_responses
-from kvboost.serve.openapi import errors
-from kvboost.serve.response_models import (
-    AdapterReply,
-    ErrorReply,
-    Health,
-    ModelList,
-    ModelReply,
+from kvboost.serve.routes import (
+    admin,
+    chat,
+    completions,
+    documents,
+    embeddings,
+    explain,
+    models,
+    tokens,
 )
+from kvboost.serve.schema import replies
 from kvboost.serve.server import Server, ServerState
 from kvboost.serve.settings import ServerSettings
 
@@ -60,7 +53,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 
-router = APIRouter()
+router = Router()
 metrics_router = APIRouter()
 
 
@@ -94,7 +87,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.state.server = state
     modules = (
         *(chat, completions, openai_responses, anthropic, ollama, embeddings),
-        *(tokenize, adapters, admin, document_routes, explain_routes),
+        *(models, tokens, admin, documents, explain),
     )
     routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":
@@ -119,34 +112,13 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     return app
 
 
-@router.get(
-    "/v1/models", response_model=ModelList, responses=errors(has_body=False), tags=["openai"]
-)
-async def list_models(server: Server) -> Response:
-    """The names of this server's model, its adapters, and its model for embeddings."""
-    names = (*server.names, *server.adapter_names, *server.embedding_names)
-    data = [_model(server, name) for name in dict.fromkeys(names)]
-    return JSONResponse({"object": "list", "data": data})
+_HEALTH: dict[str, Any] = {
+    "response_model": replies.Health,
+    "responses": {**errors(has_body=False), 503: {"model": replies.Health | replies.ErrorReply}},
+}
 
 
-@router.get(
-    "/v1/models/{model:path}",
-    response_model=AdapterReply | ModelReply,
-    responses=errors(404, has_body=False),
-    tags=["openai"],
-)
-async def retrieve_model(model: str, server: Server) -> Response:
-    """The model under one of its names, an adapter, or the model for embeddings."""
-    if model not in server.embedding_names:
-        server.check_model(model)
-    return JSONResponse(_model(server, model))
-
-
-@router.get(
-    "/health",
-    response_model=Health,
-    responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
-)
+@router.get("/health", **_HEALTH)
 async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
     Requests are answered meanwhile. 503 if it can answer none any more and must be started
@@ -158,11 +130,7 @@ async def health(server: Server) -> Response:
     return JSONResponse({"status": "warming", **_warming(server)})
 
 
-@router.get(
-    "/ready",
-    response_model=Health,
-    responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
-)
+@router.get("/ready", **_HEALTH)
 async def ready(server: Server) -> Response:
     """Whether a load balancer should send requests here: 200, or 503 while the server reads the
     documents that it starts with, stops, or must be started again."""
@@ -203,18 +171,3 @@ async def page() -> Response:
 def _warming(server: ServerState) -> dict[str, int]:
     done, total = server.documents.warming or (0, 0)
     return {"warmed": done, "to_warm": total}
-
-
-def _model(server: ServerState, name: str) -> dict[str, Any]:
-    if name in server.adapter_names:
-        return adapters.describe(server, name)
-    own = name in server.names
-    context = server.engine.context_length if own else server.embedder.max_tokens
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(server.started),
-        "owned_by": "kvboost",
-        "context_length": context,
-        "max_model_len": context,
-    }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import TENANT_PATHS, ApiKey, ServerSettings
 
 
@@ -99,9 +99,7 @@ class Keys:
         for _, tenant in self._tenants:
             if tenant.name == name:
                 return tenant
-        raise ApiError(
-            404, f"there is no tenant {shown(name)}", code="tenant_not_found", param="tenant"
-        )
+        raise ApiError(404, f"there is no tenant {shown(name)}", "tenant_not_found", "tenant")
 
 
 class AuthMiddleware:
@@ -124,10 +122,7 @@ class AuthMiddleware:
                     needs_admin = False
                 if needs_admin and not tenant.is_admin:
                     raise ApiError(
-                        403,
-                        f"the key of {tenant.name!r} is not an administrator's",
-                        kind="permission_error",
-                        code="not_admin",
+                        403, f"the key of {tenant.name!r} is not an administrator's", "not_admin"
                     )
             except ApiError as error:
                 await error.response()(scope, receive, send)
@@ -150,10 +145,4 @@ def key_hash(key: ApiKey) -> str:
 
 
 def _refused(message: str) -> ApiError:
-    return ApiError(
-        401,
-        message,
-        kind="authentication_error",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    )
+    return ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})

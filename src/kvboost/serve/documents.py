@@ -20,7 +20,7 @@ from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Place, Tenant
 from kvboost.serve.errors import ApiError, from_engine
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class Documents:
                 404,
                 f"there is no document {shown(document_id)} under this key and cache_salt; POST "
                 "/kvboost/documents uploads one and returns its id",
-                code="document_not_found",
-                param="document_id",
+                "document_not_found",
+                "document_id",
             )
         return found
 
@@ -183,8 +183,8 @@ class Documents:
                 409,
                 f"the document has {size:,} bytes, and {len(own):,} documents with {held:,} bytes "
                 f"are kept; a key may keep {most:,} with {most_bytes:,} bytes: delete some",
-                code="documents_full",
-                param="text",
+                "documents_full",
+                "text",
             )
 
     async def _read_all(self, groups: Sequence[Sequence[Tenant]]) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.serve.answers.prompts import beginning
 from kvboost.serve.errors import ApiError
-from kvboost.serve.prompts import beginning
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost
@@ -70,15 +70,15 @@ class Embedder:
                     f"{self.max_tokens:,}: "
                     "split it, or set truncate_prompt_tokens to -1 (in Ollama's API: truncate to "
                     "true)",
-                    code="context_length_exceeded",
-                    param="input",
+                    "context_length_exceeded",
+                    "input",
                 )
             if max(ids) >= self.vocab_size:
                 raise ApiError(
                     400,
                     f"input {number} has token id {max(ids):,}; the model has {self.vocab_size:,}",
-                    code="invalid_value",
-                    param="input",
+                    "invalid_value",
+                    "input",
                 )
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:

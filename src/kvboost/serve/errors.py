@@ -16,37 +16,42 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvboost.errors import (
-    AdapterError,
-    AdapterNotFoundError,
-    ConfigError,
-    ContextLengthError,
-    ForgetError,
-    ImageError,
-    KVTooLargeError,
-    PinError,
-    PromptError,
-    QueueFullError,
-    RankLostError,
-    ShuttingDownError,
-    StructuredOutputError,
-    UnknownAdapterError,
-)
-from kvboost.serve.anthropic.error_form import error_body, is_anthropic
-from kvboost.serve.ollama.error_form import is_ollama
-from kvboost.serve.problems import describe, place, short, shown
+from kvboost import errors
+from kvboost.serve.http.problems import describe, place, short, shown
 
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
+
 LONGEST_MESSAGE = 4096
 """Errors of the engine may repeat what was sent, such as a path."""
+
 _FIELDS = {
     "template_options": "chat_template_kwargs",
     "min_new_tokens": "min_tokens",
     "include_stop": "include_stop_str_in_output",
 }
 """Options of the engine that a request's body has under another name."""
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    **dict.fromkeys((408, 504), "timeout_error"),
+    **dict.fromkeys((500, 503), "server_error"),
+}
+_OF_ENGINE: dict[type[errors.KVBoostError], tuple[int, str, str | None]] = {
+    errors.KVTooLargeError: (413, "kv_bytes_exceeded", "prompt"),
+    errors.ForgetError: (500, "not_forgotten", None),
+    errors.UnknownAdapterError: (404, "model_not_found", "model"),
+    errors.AdapterNotFoundError: (404, "adapter_not_found", "lora_path"),
+    errors.AdapterError: (400, "adapter_refused", "lora_path"),
+    errors.PinError: (409, "pins_full", None),
+    errors.ImageError: (400, "invalid_image", "messages"),
+    errors.PromptError: (400, "invalid_prompt", "prompt"),
+}
+"""Status, code and field of errors of the engine whose message says all. The first class counts."""
 
 
 class ApiError(Exception):
@@ -56,19 +61,24 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        *,
-        kind: str = INVALID,
         code: str | None = None,
         param: str | None = None,
+        *,
+        kind: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after: int | None = None,
     ) -> None:
+        """``kind``: OpenAI's name for what went wrong; by default what the status says.
+        ``retry_after``: seconds after which a client should try again."""
         super().__init__(message)
         self.status = status
         self.message = short(message, LONGEST_MESSAGE)
-        self.kind = kind
+        self.kind = _KINDS.get(status, INVALID) if kind is None else kind
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -118,81 +128,46 @@ def from_engine(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case QueueFullError():
-            wait = max(1, error.retry_after)
-            return ApiError(
-                429,
-                str(error),
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"retry-after": str(wait)},
-            )
-        case ContextLengthError():
+        case errors.QueueFullError():
+            return ApiError(429, str(error), "queue_full", retry_after=max(1, error.retry_after))
+        case errors.ContextLengthError():
             return context_exceeded(str(error))
-        case KVTooLargeError():
-            return ApiError(413, str(error), code="kv_bytes_exceeded", param="prompt")
-        case ShuttingDownError():
+        case errors.ShuttingDownError():
             return shutting_down()
-        case RankLostError():
-            return ApiError(
-                503,
-                "a process of the model has ended; the server must be started again",
-                kind="server_error",
-                code="rank_lost",
-            )
-        case ForgetError():
-            return ApiError(500, str(error), kind="server_error", code="not_forgotten")
-        case UnknownAdapterError():
-            return ApiError(404, str(error), code="model_not_found", param="model")
-        case AdapterNotFoundError():
-            return ApiError(404, str(error), code="adapter_not_found", param="lora_path")
-        case AdapterError():
-            return ApiError(400, str(error), code="adapter_refused", param="lora_path")
-        case StructuredOutputError():
-            return ApiError(400, str(error), code="unsupported_format", param=error.option)
-        case PinError():
-            return ApiError(409, str(error), code="pins_full")
-        case ImageError():
-            return ApiError(400, str(error), code="invalid_image", param="messages")
-        case PromptError():
-            return ApiError(400, str(error), code="invalid_prompt", param="prompt")
-        case ConfigError():
+        case errors.RankLostError():
+            said = "a process of the model has ended; the server must be started again"
+            return ApiError(503, said, "rank_lost")
+        case errors.StructuredOutputError():
+            return ApiError(400, str(error), "unsupported_format", error.option)
+        case errors.ConfigError():
             option, message = _option(str(error)), str(error)
             field = option if option is None else _FIELDS.get(option, option)
             message = message if field == option else f"{field}{message.removeprefix(str(option))}"
-            return ApiError(400, message, code="invalid_value", param=field)
-        case _:
-            return internal()
+            return ApiError(400, message, "invalid_value", field)
+    for kind, (status, code, param) in _OF_ENGINE.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code, param)
+    return internal()
 
 
 def internal() -> ApiError:
-    return ApiError(
-        500, "the server failed on this request", kind="server_error", code="internal_error"
-    )
+    return ApiError(500, "the server failed on this request", "internal_error")
 
 
 def context_exceeded(message: str) -> ApiError:
     """400, as OpenAI answers: clients recognise a prompt that is too long by this code, LiteLLM by
     the words of OpenAI's message."""
     message = f"this model's maximum context length is exceeded: {message}"
-    return ApiError(400, message, code="context_length_exceeded", param="prompt")
+    return ApiError(400, message, "context_length_exceeded", "prompt")
 
 
 def shutting_down() -> ApiError:
-    return ApiError(
-        503,
-        "the server is shutting down",
-        kind="server_error",
-        code="shutting_down",
-        headers={"retry-after": "5"},
-    )
+    return ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
 
 
 def timed_out(seconds: float | None) -> ApiError:
     limit = "" if seconds is None else f" of {seconds:g} s"
-    return ApiError(
-        504, f"the request took longer than its limit{limit}", kind="timeout_error", code="timeout"
-    )
+    return ApiError(504, f"the request took longer than its limit{limit}", "timeout")
 
 
 def log_failure(error: BaseException, request_id: str, *, with_message: bool) -> None:
@@ -230,7 +205,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
                 message += f"; use {' or '.join(allowed)}"
         case _:
             message = str(error.detail)
-    return ApiError(error.status_code, message, headers=headers).response()
+    return ApiError(error.status_code, message, kind=INVALID, headers=headers).response()
 
 
 def _allowed(endpoints: Sequence[APIRoute], path: str) -> list[str]:
@@ -258,7 +233,7 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     param = str(first["loc"][-1])
     message = f"{param}: {describe([first])}"
-    return ApiError(400, message, code="invalid_value", param=param).response()
+    return ApiError(400, message, "invalid_value", param).response()
 
 
 async def on_too_much(request: Request, error: Exception) -> Response:
@@ -270,7 +245,7 @@ async def on_too_much(request: Request, error: Exception) -> Response:
     if first["type"] != "too_long":
         raise error
     message = f"as a chat request, {first['loc'][0]} {describe([first])}"
-    return ApiError(400, message, code="invalid_value").response()
+    return ApiError(400, message, "invalid_value").response()
 
 
 def invalid_body(error: ValidationError, body: object) -> ApiError:
@@ -284,25 +259,25 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
         case "goes_with":
             inside, field = "" if param is None else f"{param}.", first["ctx"]["param"]
             message = first["msg"] if param is None else f"{param}: {first['msg']}"
-            return ApiError(400, message, code="invalid_value", param=f"{inside}{field}")
+            return ApiError(400, message, "invalid_value", f"{inside}{field}")
         case "missing":
-            return ApiError(400, f"{param} is missing", code="missing", param=param)
+            return ApiError(400, f"{param} is missing", "missing", param)
         case "extra_forbidden":
             message = f"{param} is not a field that this server knows"
-            return ApiError(400, message, code="unknown_field", param=param)
+            return ApiError(400, message, "unknown_field", param)
         case "none_required":
             message = f"{param} is not supported by this server; leave it out"
-            return ApiError(400, message, code="unsupported_field", param=param)
+            return ApiError(400, message, "unsupported_field", param)
         case "too_many_fields" | "too_many_items":
             message = f"{param or 'the body'} {first['msg']}"
-            return ApiError(400, message, code="invalid_value", param=param)
+            return ApiError(400, message, "invalid_value", param)
     same = (
         problem
         for problem in problems
         if place(problem, body) == param and problem["type"] != "extra_forbidden"
     )
     message = f"{param or 'the body'}: {describe(same)}"
-    return ApiError(400, message, code="invalid_value", param=param)
+    return ApiError(400, message, "invalid_value", param)
 
 
 def _option(message: str) -> str | None:
@@ -316,3 +291,40 @@ def _printable(text: str) -> str:
     """``text`` without halves of surrogate pairs: JSON can escape them, UTF-8 cannot encode
     them."""
     return text.encode("utf-8", "replace").decode()
+
+
+_PATH = "/v1/messages"
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Tells Anthropic's client, whose tool runner asks for a thread, to send whole conversations."""
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the endpoint at ``path`` is one of Anthropic's API."""
+    return path == _PATH or path.startswith(f"{_PATH}/")
+
+
+def error_body(
+    status: int, message: str, request_id: str | None, param: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        error["details"] = NO_THREADS
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def is_ollama(path: str) -> bool:
+    """Whether the endpoint at ``path`` is one of Ollama's API."""
+    return path.startswith("/api/")

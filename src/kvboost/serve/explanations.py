@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 from kvboost.results import Explanation, ReuseReport, SpanKind
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 
-MOST_ANSWERS = 64
+MAX_ANSWERS = 64
 """Answers that are kept for one key."""
-MOST_BYTES = 16 * 1024**2
+MAX_BYTES = 16 * 1024**2
 """Memory that they take, about."""
 _SPAN_BYTES = 300
 _TOKEN_BYTES = 8  # and of a row that was computed again
-_LEAST_NAMED = 16
+_MIN_NAMED = 16
 """Characters of a part that tell which document it is from."""
 
 
@@ -44,7 +44,7 @@ class Explanations:
         kept = tuple(reports)
         own[answer_id] = Answered(answer_id, time.time(), kept, sum(map(_size, kept)))
         size = sum(one.num_bytes for one in own.values())
-        while len(own) > MOST_ANSWERS or (size > MOST_BYTES and len(own) > 1):
+        while len(own) > MAX_ANSWERS or (size > MAX_BYTES and len(own) > 1):
             _, oldest = own.popitem(last=False)
             size -= oldest.num_bytes
 
@@ -55,10 +55,10 @@ class Explanations:
         if found is None:
             raise ApiError(
                 404,
-                f"there is no answer {shown(answer_id)} of this key; the last {MOST_ANSWERS} that "
+                f"there is no answer {shown(answer_id)} of this key; the last {MAX_ANSWERS} that "
                 "have ended can be explained, by the id that they have",
-                code="answer_not_found",
-                param="answer_id",
+                "answer_not_found",
+                "answer_id",
             )
         return found
 
@@ -87,8 +87,8 @@ def with_documents(explanation: Explanation, documents: Sequence[tuple[str, str]
 
     def document(text: str) -> str | None:
         for piece in text.split(" … "):
-            wanted = piece.strip()[: 4 * _LEAST_NAMED]
-            if len(wanted) >= _LEAST_NAMED:
+            wanted = piece.strip()[: 4 * _MIN_NAMED]
+            if len(wanted) >= _MIN_NAMED:
                 for name, content in documents:
                     if wanted in content:
                         return name

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvboost.errors import KVBoostError, PinError
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -47,7 +46,7 @@ class KeptKV:
     def keep(
         self,
         key: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         salt: str,
         seconds: float,
         adapter: str | None = None,
@@ -56,12 +55,11 @@ class KeptKV:
         be released. Replaces pins of beginnings of the same text."""
         if seconds <= 0:
             return
-        ids = np.asarray(token_ids, dtype=np.int32).tobytes()
-        kept = _Kept(ids, salt, adapter, self._clock() + seconds)
+        kept = _Kept(token_ids.tobytes(), salt, adapter, self._clock() + seconds)
         for name, other in list(self._kept.items()):
             if name == key or other.expires <= self._clock() or kept.covers(other):
                 self.release(name)
-        if self._pin(key, list(token_ids), kept, seconds):
+        if self._pin(key, token_ids, kept, seconds):
             self._kept[key] = kept
         while len(self._kept) > MAX_PINS:
             self.release(next(iter(self._kept)))
@@ -71,7 +69,7 @@ class KeptKV:
         if self._kept.pop(key, None) is not None:
             self._engine.drop_pin(_name(key))
 
-    def _pin(self, key: str, ids: list[int], kept: _Kept, seconds: float) -> bool:
+    def _pin(self, key: str, ids: TokenIds, kept: _Kept, seconds: float) -> bool:
         """Whether something is pinned. An answer does not depend on a pin."""
         while True:
             try:

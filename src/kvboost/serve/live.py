@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvboost.results import Healing, SpanKind
-from kvboost.serve.choices import Choice
+from kvboost.serve.answers.choices import Choice
 
 _KEPT = 200
 _KEPT_HEALING = 16

@@ -122,6 +122,61 @@ class Times(Collector):
         yield family
 
 
+_CACHE = {
+    "evicted": "Chunks evicted from the last tier",
+    "demoted": "Chunks moved down a tier",
+    "promoted": "Chunks moved up a tier",
+    "rejected": "Chunks that fitted no tier",
+    "failed": "Chunks that could not be stored",
+    "lost": "Chunks that could not be loaded when they were needed",
+}
+_DRAFTS = {
+    "drafted_tokens": "Tokens that were drafted and run",
+    "accepted_tokens": "Drafted tokens that are tokens of answers",
+}
+_SERVING = {
+    "waiting": "Waiting requests",
+    "running": "Running requests",
+    "max_waiting": "Requests that may wait",
+    "max_running": "Requests that may run at once",
+    "kv_bytes": "Bytes of KV of running requests",
+    "max_kv_bytes": "Bytes of KV that running requests may have",
+    "shared_kv_bytes": "Bytes of KV that running requests share",
+}
+_LOOP = {
+    "rejected": "Requests refused because the queue was full",
+    "steps": "Forward passes of the serving loop",
+    "loop_cpu_seconds": "Processor time of the thread that runs the serving loop",
+}
+_TIER = {
+    "bytes": "Bytes in a tier",
+    "max_bytes": "Bytes that a tier may hold",
+    "chunks": "Chunks in a tier",
+}
+_HEALING = {
+    "approximate_tokens": "Rows that requests left approximate",
+    "healed_tokens": "Approximate rows that became exact",
+    "computed_tokens": "Rows that healing computed",
+    "seconds": "Time that healing took",
+}
+_READINGS = {
+    "readings": "Documents read in one more context",
+    "readings_dropped": "Documents not read in one more context, mostly for want of memory",
+}
+_AUDIT = {
+    "mean_kl": "Mean KL of these answers' first tokens",
+    "max_kl": "Largest KL of an answer",
+    "token_agreement": "Share of their tokens whose likeliest choice was the same",
+    "recompute_ratio": "Share of moved rows that is recomputed",
+}
+_EVENTS = {
+    "messages": "Messages with KV events",
+    "dropped": "Changes of the cache that were not announced, because too many waited",
+    "failed": "Messages that could not be made or sent",
+}
+"""What the engine counts, by the end of a metric's name, and what it means."""
+
+
 class _EngineCollector(Collector):
     """Reads the engine's statistics whenever the metrics are read."""
 
@@ -134,60 +189,37 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         cache, serving = self._engine.cache_stats(), self._engine.serving_stats()
         yield from _tiers(cache["tiers"])
-        for name, help_ in (
-            ("evicted", "Chunks evicted from the last tier"),
-            ("demoted", "Chunks moved down a tier"),
-            ("promoted", "Chunks moved up a tier"),
-            ("rejected", "Chunks that fitted no tier"),
-            ("failed", "Chunks that could not be stored"),
-            ("lost", "Chunks that could not be loaded when they were needed"),
-        ):
-            yield CounterMetricFamily(f"kvboost_cache_{name}", help_, value=cache[name])
-        yield GaugeMetricFamily(
-            "kvboost_cache_chunks", "Chunks in the cache", value=cache["chunks"]
-        )
-        yield from _events(cache.get("kv_events"))
-        for name, help_ in (
-            ("drafted", "Tokens that were drafted and run"),
-            ("accepted", "Drafted tokens that are tokens of answers"),
-        ):
-            value = cache[f"{name}_tokens"]
-            yield CounterMetricFamily(f"kvboost_{name}_tokens", help_, value=value)
+        yield from _counters("cache_", _CACHE, cache)
+        yield from _gauges("cache_", {"chunks": "Chunks in the cache"}, cache)
+        if (events := cache.get("kv_events")) is not None:
+            announced = {"blocks": "Blocks that are announced to routers"}
+            yield from _gauges("kv_events_", announced, events)
+            yield from _counters("kv_events_", _EVENTS, events)
+        yield from _counters("", _DRAFTS, cache)
         yield from _healing(cache["healing"])
-        yield from _audit(cache["audit"])
-        for name, help_ in (
-            ("waiting", "Waiting requests"),
-            ("running", "Running requests"),
-            ("max_waiting", "Requests that may wait"),
-            ("max_running", "Requests that may run at once"),
-            ("kv_bytes", "Bytes of KV of running requests"),
-            ("max_kv_bytes", "Bytes of KV that running requests may have"),
-            ("shared_kv_bytes", "Bytes of KV that running requests share"),
-        ):
-            if serving.get(name) is not None:
-                yield GaugeMetricFamily(f"kvboost_serving_{name}", help_, value=serving[name])
-        yield CounterMetricFamily(
-            "kvboost_rejected",
-            "Requests refused because the queue was full",
-            value=serving["rejected"],
-        )
-        yield CounterMetricFamily(
-            "kvboost_steps", "Forward passes of the serving loop", value=serving["steps"]
-        )
-        yield CounterMetricFamily(
-            "kvboost_loop_cpu_seconds",
-            "Processor time of the thread that runs the serving loop",
-            value=serving["cpu_seconds"],
-        )
+        audit = cache["audit"]  # no means until there is an answer
+        compared = {"audited_answers": "Answers compared with exact ones"}
+        yield from _counters("", compared, {"audited_answers": audit["audited"]})
+        yield from _gauges("audit_", _AUDIT, audit)
+        yield from _gauges("serving_", _SERVING, serving)
+        yield from _counters("", _LOOP, {**serving, "loop_cpu_seconds": serving["cpu_seconds"]})
         yield _batch_sizes(serving["batch_sizes"])
 
 
+def _counters(prefix: str, told: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, help_ in told.items():
+        yield CounterMetricFamily(f"kvboost_{prefix}{name}", help_, value=values[name])
+
+
+def _gauges(prefix: str, told: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[Metric]:
+    """Gauges of the values that there are."""
+    for name, help_ in told.items():
+        if values.get(name) is not None:
+            yield GaugeMetricFamily(f"kvboost_{prefix}{name}", help_, value=values[name])
+
+
 def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    for name, help_ in (
-        ("bytes", "Bytes in a tier"),
-        ("max_bytes", "Bytes that a tier may hold"),
-        ("chunks", "Chunks in a tier"),
-    ):
+    for name, help_ in _TIER.items():
         gauge = GaugeMetricFamily(f"kvboost_tier_{name}", help_, labels=["tier"])
         for tier, stats in tiers.items():
             if stats.get(name) is not None:
@@ -208,62 +240,17 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
 
 def _healing(healing: Mapping[str, Any]) -> Iterator[Metric]:
     """Approximate rows, and what became of them."""
-    yield GaugeMetricFamily(
-        "kvboost_healing_waiting", "Conversations to be healed", value=healing["waiting"]
-    )
-    for name, help_ in (
-        ("approximate_tokens", "Rows that requests left approximate"),
-        ("healed_tokens", "Approximate rows that became exact"),
-        ("computed_tokens", "Rows that healing computed"),
-        ("seconds", "Time that healing took"),
-    ):
-        yield CounterMetricFamily(f"kvboost_healing_{name}", help_, value=healing[name])
-    yield GaugeMetricFamily(
-        "kvboost_readings_waiting",
-        "Documents to be read in one more context",
-        value=healing["readings_waiting"],
-    )
-    for name, help_ in (
-        ("readings", "Documents read in one more context"),
-        ("readings_dropped", "Documents not read in one more context, mostly for want of memory"),
-    ):
-        yield CounterMetricFamily(f"kvboost_{name}", help_, value=healing[name])
+    yield from _gauges("healing_", {"waiting": "Conversations to be healed"}, healing)
+    yield from _counters("healing_", _HEALING, healing)
+    waiting = {"readings_waiting": "Documents to be read in one more context"}
+    yield from _gauges("", waiting, healing)
+    yield from _counters("", _READINGS, healing)
     ended = CounterMetricFamily(
         "kvboost_healing_conversations", "Conversations that left the queue", labels=["status"]
     )
     for status in ("healed", "replaced", "dropped", "failed"):
         ended.add_metric([status], healing[status])
     yield ended
-
-
-def _audit(audit: Mapping[str, Any]) -> Iterator[Metric]:
-    """How far answers over moved text were from exact ones; no means until there is an answer."""
-    yield CounterMetricFamily(
-        "kvboost_audited_answers", "Answers compared with exact ones", value=audit["audited"]
-    )
-    for name, help_ in (
-        ("mean_kl", "Mean KL of these answers' first tokens"),
-        ("max_kl", "Largest KL of an answer"),
-        ("token_agreement", "Share of their tokens whose likeliest choice was the same"),
-        ("recompute_ratio", "Share of moved rows that is recomputed"),
-    ):
-        if audit[name] is not None:
-            yield GaugeMetricFamily(f"kvboost_audit_{name}", help_, value=audit[name])
-
-
-def _events(events: Mapping[str, int] | None) -> Iterator[Metric]:
-    """What is published for routers."""
-    if events is None:
-        return
-    yield GaugeMetricFamily(
-        "kvboost_kv_events_blocks", "Blocks that are announced to routers", value=events["blocks"]
-    )
-    for name, help_ in (
-        ("messages", "Messages with KV events"),
-        ("dropped", "Changes of the cache that were not announced, because too many waited"),
-        ("failed", "Messages that could not be made or sent"),
-    ):
-        yield CounterMetricFamily(f"kvboost_kv_events_{name}", help_, value=events[name])
 
 
 def _batch_sizes(steps: Mapping[int, int]) -> Metric:

@@ -18,10 +18,9 @@ from starlette.applications import Starlette
 
 from kvboost.errors import ConfigError
 from kvboost.serve.app import create_app
-from kvboost.serve.connections import Connection, NetworkState
-from kvboost.serve.network_checks import check_certificate
+from kvboost.serve.http.connections import Connection, NetworkState
 from kvboost.serve.server import ServerState
-from kvboost.serve.settings import ServerSettings
+from kvboost.serve.settings import ServerSettings, check_certificate
 
 if TYPE_CHECKING:
     from kvboost import KVBoost

@@ -17,13 +17,13 @@ from kvboost.serve.documents import Documents
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
 from kvboost.serve.explanations import Explanations
+from kvboost.serve.http.workers import Workers
 from kvboost.serve.kept_kv import KeptKV
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
 from kvboost.serve.openai_responses.store import StoredResponses
 from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import RELOADABLE, ServerSettings
-from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -115,12 +115,8 @@ class ServerState:
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError 400 if the model has no such token."""
         if ids and max(ids) >= self.engine.vocab_size:
-            raise ApiError(
-                400,
-                f"{param} has token id {max(ids):,}; the model has {self.engine.vocab_size:,}",
-                code="invalid_value",
-                param=param,
-            )
+            said = f"{param} has token id {max(ids):,}; the model has {self.engine.vocab_size:,}"
+            raise ApiError(400, said, "invalid_value", param)
 
     def strategy(self, chosen: str | None) -> str:
         return chosen or self.engine.config.recompute_strategy
@@ -144,12 +140,8 @@ Caller = Annotated[Tenant, Depends(_caller)]
 
 def _check_name(name: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        raise ApiError(
-            404,
-            f"there is no model {name[:80]!r} here; there is {', '.join(names)}",
-            code="model_not_found",
-            param="model",
-        )
+        said = f"there is no model {name[:80]!r} here; there is {', '.join(names)}"
+        raise ApiError(404, said, "model_not_found", "model")
 
 
 def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from kvboost.errors import KVBoostError
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
+from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -61,7 +62,7 @@ class Sessions:
         self,
         place: Place,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         ttl: float | None = None,
         adapter: str | None = None,
     ) -> str | None:
@@ -76,7 +77,7 @@ class Sessions:
         self,
         place: Place,
         session_id: str,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         seconds: float,
         adapter: str | None,
     ) -> str | None:
@@ -135,8 +136,8 @@ class Sessions:
                 404,
                 f"there is no session {shown(session_id)} under this key and cache_salt; it may "
                 "have expired",
-                code="session_not_found",
-                param="session_id",
+                "session_not_found",
+                "session_id",
             )
         return found
 

@@ -21,9 +21,8 @@ from starlette.types import Scope
 
 import kvboost
 from kvboost.results import PHASES
-from kvboost.serve.choices import Choice
-from kvboost.serve.records import RequestRecord
-from kvboost.serve.reuse_report import counts
+from kvboost.serve.answers.choices import Choice
+from kvboost.serve.answers.reports import RequestRecord, counts
 
 _PATH = "/v1/traces"
 _OPERATIONS = dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion")
@@ -87,8 +86,8 @@ class Tracing:
             "gen_ai.provider.name": "kvboost",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.request.max_tokens": call.max_tokens,
-            "gen_ai.request.seed": call.seed,
+            "gen_ai.request.max_tokens": call.body.longest_answer,
+            "gen_ai.request.seed": call.body.seed,
             "gen_ai.request.choice.count": call.n if call.n > 1 else None,
             "gen_ai.response.finish_reasons": [choice.result.finish_reason for choice in choices],
             "gen_ai.usage.input_tokens": tokens["prompt"],

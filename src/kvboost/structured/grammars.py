@@ -13,7 +13,7 @@ from kvboost.structured.library import library
 
 KEPT_GRAMMARS = 64
 """How many compiled grammars are kept; the one that was not used for longest goes first."""
-MOST_FORCED = 64
+MAX_FORCED = 64
 """How many forced tokens are taken at once: they are rows of one forward."""
 SHOWN_CHARACTERS = 400
 """Of an error: it may quote the whole grammar."""
@@ -114,10 +114,10 @@ class Constraint:
         self._check()
 
     def take_forced(self) -> list[int]:
-        """The next tokens if the grammar leaves no choice, up to ``MOST_FORCED``; accepts them."""
+        """The next tokens if the grammar leaves no choice, up to ``MAX_FORCED``; accepts them."""
         if not self._forces or self.is_complete:
             return []
-        forced: list[int] = self._matcher.compute_ff_tokens()[:MOST_FORCED]
+        forced: list[int] = self._matcher.compute_ff_tokens()[:MAX_FORCED]
         if forced:
             self._matcher.consume_tokens(forced)
         self._check()

@@ -9,7 +9,7 @@ from typing import Any
 from kvboost.config import install_extra
 from kvboost.errors import StructuredOutputError
 
-LEAST_VERSION = (1, 9)
+MIN_VERSION = (1, 9)
 """The first whose tokenizer takes several tokens that end an answer. Other engines in the same
 environment may need an older one."""
 
@@ -21,8 +21,8 @@ def missing() -> str | None:
         found = version("llguidance")
     except PackageNotFoundError:
         return f"llguidance is not installed; {install_extra('structured')}"
-    if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < MIN_VERSION:
+        least = ".".join(map(str, MIN_VERSION))
         return f"llguidance {found} is installed, and {least} is needed; pip install -U llguidance"
     return None
 

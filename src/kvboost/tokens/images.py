@@ -22,7 +22,7 @@ from kvboost.tokens.hashing import TokenIds, as_token_ids
 
 FIRST_IMAGE_ID = 1 << 30
 """Ids from this one on are rows of images. Each has 30 bits of its image's digest."""
-LEAST_ROWS = 8
+MIN_ROWS = 8
 """A hit that begins or ends inside an image has at least so many rows of it: their ids have 240
 bits of the digest. Fewer rows could be those of another image."""
 _PARTS = ("image", "image_url")
@@ -147,14 +147,14 @@ class PlacedImages:
     def last_end(self, row: int) -> int:
         """The last row at or before ``row`` at which a hit may end."""
         for image in self.placed:
-            if image.start < row < image.end and self._count(image.start, row) < LEAST_ROWS:
+            if image.start < row < image.end and self._count(image.start, row) < MIN_ROWS:
                 return image.start
         return row
 
     def first_start(self, row: int) -> int:
         """The first row at or after ``row`` at which a hit may begin."""
         for image in self.placed:
-            if image.start < row < image.end and self._count(row, image.end) < LEAST_ROWS:
+            if image.start < row < image.end and self._count(row, image.end) < MIN_ROWS:
                 return image.end
         return row
 

@@ -39,7 +39,7 @@ class Conversation:
     """Whether the answer continues the last message instead."""
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Conversation | ReadPrompt
+Prompt = str | Sequence[int] | TokenIds | Sequence[Mapping[str, Any]] | Conversation | ReadPrompt
 """Text, token ids, chat messages (``{"role": ..., "content": ...}``), a conversation, or a prompt
 that was read before. The content of a message is text, or parts: ``{"type": "text", "text": ...}``
 and ``{"type": "image", "image": ...}``."""
@@ -59,19 +59,20 @@ class PromptReader:
         self._images = images
         self._limits = limits or ImageLimits()
 
-    def read(self, prompt: Prompt | TokenIds) -> TokenIds:
+    def read(self, prompt: Prompt) -> TokenIds:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
         return self.read_whole(prompt).token_ids
 
-    def read_text(self, prompt: Prompt | TokenIds) -> TokenIds:
+    def read_text(self, prompt: Prompt) -> TokenIds:
         """The same; ImageError if there are rows of images among them."""
         ids = self.read(prompt)
         if is_image_row(ids).any():
             raise ImageError("there are images in what has to be text")
         return ids
 
-    def read_whole(self, prompt: Prompt | TokenIds) -> ReadPrompt:
-        """``prompt`` as token ids, with its images; PromptError if it is no prompt."""
+    def read_whole(self, prompt: Prompt, *, add_special_tokens: bool = True) -> ReadPrompt:
+        """``prompt`` as token ids, with its images; PromptError if it is no prompt.
+        ``add_special_tokens``: whether text gets the tokens that the model expects in front."""
         if isinstance(prompt, ReadPrompt):
             return prompt
         conversation = None
@@ -81,7 +82,16 @@ class PromptReader:
             conversation = Conversation(prompt)
         if conversation is not None and has_images(conversation):
             return self._with_images(conversation)
-        return ReadPrompt(self._read_text(prompt if conversation is None else conversation))
+        if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
+            encode = self._tokenizer.encode if add_special_tokens else self.join
+            ids = as_token_ids(encode(prompt) if prompt else [])
+        elif conversation is not None:
+            ids = self.join(self.render(conversation))
+        else:
+            ids = self._check(prompt)
+        if not len(ids):
+            raise PromptError("the prompt is empty; give at least one token")
+        return ReadPrompt(ids)
 
     def _with_images(self, conversation: Conversation) -> ReadPrompt:
         """A conversation with images: the text that each becomes is in its place."""
@@ -98,18 +108,6 @@ class PromptReader:
         text = self.render(conversation)
         ids = self.join(expand(text, reader.placeholder, images))
         return place(ids, images, reader.row_id)
-
-    def _read_text(self, prompt: Prompt | TokenIds) -> TokenIds:
-        """The token ids of a prompt without images."""
-        if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
-            ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
-        elif isinstance(prompt, Conversation):
-            ids = self.join(self.render(prompt))
-        else:
-            ids = self._check(prompt)
-        if not len(ids):
-            raise PromptError("the prompt is empty; give at least one token")
-        return ids
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation in the model's chat template, with its special tokens. For
@@ -150,7 +148,7 @@ class PromptReader:
         """The ids that find ``text`` inside other texts: see :func:`inside`."""
         return inside(text, self._tokenizer.encode_fragment)
 
-    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+    def locate(self, text: str, token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
         """The rows ``[start, end)`` of ``token_ids`` that hold ``text``, the first time it occurs.
         Its first and its last token may be shared with the text around it."""
         ids = self.join(text.strip())

@@ -12,7 +12,7 @@ from kvboost.bench.serve.connection import Connection
 from kvboost.bench.serve.processes import Clients
 from kvboost.bench.serve.users import Request
 from kvboost.errors import KVBoostError
-from kvboost.serve.connections import Connection as ServedConnection
+from kvboost.serve.http.connections import Connection as ServedConnection
 from support import fake_openai
 from support.fake_engine import FakeEngine
 from support.live_server import live_server

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost.errors import QueueFullError
-from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply
+from kvboost.serve.anthropic.replies import AnthropicErrorReply, MessageReply
 from kvboost.serve.settings import ApiKey
 from support.sse import named_events
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
-from kvboost.serve.ollama.reply_models import (
+from kvboost.serve.ollama.replies import (
     EmbedReply,
     OllamaErrorReply,
     OllamaModels,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost.errors import StructuredOutputError
-from kvboost.serve.openai_responses.reply_models import ResponseReply
+from kvboost.serve.openai_responses.replies import ResponseReply
 from kvboost.serve.settings import ApiKey
 from support.sse import named_events
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.openai_responses.store import StoredResponse, StoredResponses
-from kvboost.serve.request_tools import Message
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.settings import ServerSettings
 
 

@@ -17,8 +17,8 @@ import pytest
 import kvboost.serve
 from kvboost import KVBoost, QueueFullError
 from kvboost.serve.errors import ApiError
-from kvboost.serve.remote.descriptions import EngineDescription
 from kvboost.serve.remote.engine import RemoteEngine
+from kvboost.serve.remote.wire import EngineDescription
 from kvboost.serve.settings import ApiKey
 from support.adapters import write_adapter
 from support.live_server import LiveServer, connect, wait_for

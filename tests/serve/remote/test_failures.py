@@ -16,7 +16,7 @@ from kvboost.errors import (
     StructuredOutputError,
 )
 from kvboost.serve.errors import from_engine
-from kvboost.serve.remote.failures import engine_lost, from_wire, to_wire
+from kvboost.serve.remote.wire import engine_lost, from_wire, to_wire
 
 WITH_NUMBERS = {
     ContextLengthError: (9, 5),

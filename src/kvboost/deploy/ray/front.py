@@ -14,10 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from kvboost.deploy.answers import farewell
 from kvboost.deploy.content import NOTHING, Sketch
 from kvboost.deploy.requests import request_sketch
-from kvboost.serve.bodies import receive_body
 from kvboost.serve.errors import ApiError
+from kvboost.serve.http.bodies import receive_body
+from kvboost.serve.http.workers import Workers
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.workers import Workers
 
 logger = logging.getLogger("kvboost.route")
 

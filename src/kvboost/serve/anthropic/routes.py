@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.anthropic.request_models import CountTokensRequest, MessagesRequest
+from kvboost.serve.answers.choices import EngineCall
+from kvboost.serve.answers.prompts import encode
+from kvboost.serve.answers.responses import deliver
+from kvboost.serve.anthropic import replies
+from kvboost.serve.anthropic.requests import CountTokensRequest, MessagesRequest
 from kvboost.serve.anthropic.writer import MessageWriter
-from kvboost.serve.auth import Tenant
-from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call, chat_prompt, keep_marked
-from kvboost.serve.choices import EngineCall
-from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import encode
-from kvboost.serve.responses import deliver
-from kvboost.serve.server import Caller, Server, ServerState
+from kvboost.serve.http.bodies import BodyRoute
+from kvboost.serve.http.openapi import Router
+from kvboost.serve.routes.chat import chat_call, chat_prompt, conversation_call
+from kvboost.serve.server import Caller, Server
 
-router = APIRouter(route_class=BodyRoute, tags=["anthropic"])
+router = Router(replies.AnthropicErrorReply, route_class=BodyRoute, tags=["anthropic"])
 
 
-@router.post(
-    "/v1/messages",
-    response_model=MessageReply,
-    responses={
-        **streamed("text/event-stream"),
-        **errors(404, 413, 429, 503, 504, model=AnthropicErrorReply),
-    },
-)
+@router.endpoint("POST /v1/messages", replies.MessageReply, streams=True)
 async def create_message(
     body: MessagesRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
     """Answers a conversation in the model's chat template, like Anthropic's API."""
     server.check_model(body.model)
-    size = request.state.body_size
-    work = server.workers.parse if body.context_management is None else server.workers.tokenize
-    call = await work(caller.counts_as, size, _call, server, caller, body)
-    call = await keep_marked(server, call, body.marks(), size)
+
+    def make() -> EngineCall:
+        return chat_call(server, caller, body.for_chat(), "output_config.format")
+
+    call = await conversation_call(request, server, caller, make, body)
     writer = MessageWriter(server, body, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
 
-@router.post(
-    "/v1/messages/count_tokens",
-    response_model=TokenCount,
-    responses=errors(404, model=AnthropicErrorReply),
-)
+@router.endpoint("POST /v1/messages/count_tokens", replies.TokenCount, 404)
 async def count_tokens(
     body: CountTokensRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -69,11 +57,3 @@ async def count_tokens(
     return JSONResponse(
         await server.workers.tokenize(caller.counts_as, request.state.body_size, count)
     )
-
-
-def _call(server: ServerState, caller: Tenant, body: MessagesRequest) -> EngineCall:
-    """What a request asks of the engine. For a thread if the request is large."""
-    call = chat_call(server, caller, body.for_chat())
-    if call.format_field is not None:
-        call = replace(call, format_field="output_config.format")
-    return call

@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 from uuid import uuid4
 
-from kvboost.serve.answers import Answers, describe, keep_reports
-from kvboost.serve.anthropic.error_form import error_body
-from kvboost.serve.anthropic.request_models import MessagesRequest
-from kvboost.serve.blocks import Block, Blocks, BlockStep
-from kvboost.serve.choices import Choice
-from kvboost.serve.errors import ApiError
+from kvboost.serve.answers.answers import Answers, describe, keep_reports
+from kvboost.serve.answers.blocks import Block, Blocks, BlockStep
+from kvboost.serve.answers.choices import Choice
+from kvboost.serve.anthropic.requests import MessagesRequest
+from kvboost.serve.errors import ApiError, error_body
+from kvboost.serve.http.streaming import event
 from kvboost.serve.server import ServerState
-from kvboost.serve.streaming import event
 
 
 class MessageWriter:

@@ -11,25 +11,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.serve.answers.choices import EngineCall
+from kvboost.serve.answers.responses import deliver
 from kvboost.serve.auth import Tenant
-from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call
-from kvboost.serve.choices import EngineCall
-from kvboost.serve.completions import completion_call
-from kvboost.serve.embeddings import check_dimensions, encode
+from kvboost.serve.http.bodies import BodyRoute
+from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.http.streaming import unless_gone
+from kvboost.serve.ollama import replies
 from kvboost.serve.ollama.models import all_names, described, listed, running, served_name
-from kvboost.serve.ollama.reply_models import (
-    EmbedReply,
-    LegacyEmbedReply,
-    OllamaChatReply,
-    OllamaErrorReply,
-    OllamaGenerateReply,
-    OllamaModels,
-    OllamaVersion,
-    RunningModels,
-    ShowReply,
-)
-from kvboost.serve.ollama.request_models import (
+from kvboost.serve.ollama.requests import (
     Asked,
     EmbedRequest,
     LegacyEmbedRequest,
@@ -38,10 +28,10 @@ from kvboost.serve.ollama.request_models import (
     ShowRequest,
 )
 from kvboost.serve.ollama.writer import OllamaWriter
-from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.responses import deliver
+from kvboost.serve.routes.chat import chat_call
+from kvboost.serve.routes.completions import completion_call
+from kvboost.serve.routes.embeddings import check_dimensions, encode
 from kvboost.serve.server import Caller, Server, ServerState
-from kvboost.serve.streaming import unless_gone
 
 API_VERSION = "0.12.11"
 """The version of Ollama whose API this is. Clients refuse versions that are too old for them."""
@@ -55,7 +45,7 @@ class _AnyTypeRoute(BodyRoute):
 
 
 def _errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
-    told = errors(*statuses, has_body=has_body, model=OllamaErrorReply)
+    told = errors(*statuses, has_body=has_body, model=replies.OllamaErrorReply)
     return {status: said for status, said in told.items() if status != 415}
 
 
@@ -64,18 +54,19 @@ _ANSWERED = {**streamed(_NDJSON), **_errors(404, 429, 504)}
 router = APIRouter(route_class=_AnyTypeRoute, tags=["ollama"])
 
 
-@router.post("/api/chat", response_model=OllamaChatReply, responses=_ANSWERED)
+@router.post("/api/chat", response_model=replies.OllamaChatReply, responses=_ANSWERED)
 async def chat(body: OllamaChat, request: Request, server: Server, caller: Caller) -> Response:
     """Answers a conversation in the model's chat template, like Ollama's API."""
 
     def call(model: str) -> EngineCall:
-        return chat_call(server, caller, body.for_chat(model, server.engine.context_length))
+        chat = body.for_chat(model, server.engine.context_length)
+        return chat_call(server, caller, chat, "format")
 
     writer = OllamaWriter(server, body.model, is_chat=True)
     return await _answer(request, server, body, writer, call if body.messages else None)
 
 
-@router.post("/api/generate", response_model=OllamaGenerateReply, responses=_ANSWERED)
+@router.post("/api/generate", response_model=replies.OllamaGenerateReply, responses=_ANSWERED)
 async def generate(
     body: OllamaGenerate, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -84,15 +75,16 @@ async def generate(
     def call(model: str) -> EngineCall:
         context = server.engine.context_length
         if not body.is_completion:
-            return chat_call(server, caller, body.for_chat(model, context))
+            return chat_call(server, caller, body.for_chat(model, context), "format")
         limit = body.options.max_tokens(context) or server.settings.default_max_tokens
-        return completion_call(server, caller, body.for_completion(model, limit))
+        call = completion_call(server, caller, body.for_completion(model, limit))
+        return replace(call, format_field=call.format_field and "format")
 
     writer = OllamaWriter(server, body.model, is_chat=False)
     return await _answer(request, server, body, writer, call if body.prompt else None)
 
 
-@router.post("/api/embed", response_model=EmbedReply, responses=_errors(404))
+@router.post("/api/embed", response_model=replies.EmbedReply, responses=_errors(404))
 async def embed(body: EmbedRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Embeds texts, each as a vector of length 1."""
     check_dimensions(server, body.dimensions)
@@ -110,7 +102,7 @@ async def embed(body: EmbedRequest, request: Request, server: Server, caller: Ca
     return await asyncio.to_thread(JSONResponse, reply)
 
 
-@router.post("/api/embeddings", response_model=LegacyEmbedReply, responses=_errors(404))
+@router.post("/api/embeddings", response_model=replies.LegacyEmbedReply, responses=_errors(404))
 async def embed_prompt(
     body: LegacyEmbedRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -119,25 +111,25 @@ async def embed_prompt(
     return JSONResponse({"embedding": vector})
 
 
-@router.post("/api/show", response_model=ShowReply, responses=_errors(404))
+@router.post("/api/show", response_model=replies.ShowReply, responses=_errors(404))
 async def show(body: ShowRequest, server: Server, caller: Caller) -> Response:
     """What the model can do, and how much text it takes."""
     return JSONResponse(await asyncio.to_thread(described, server, body.model))
 
 
-@router.get("/api/tags", response_model=OllamaModels, responses=_errors(has_body=False))
+@router.get("/api/tags", response_model=replies.OllamaModels, responses=_errors(has_body=False))
 async def list_tags(server: Server) -> Response:
     """The names of this server's model, its adapters, and its model for embeddings."""
     return JSONResponse({"models": [listed(server, name) for name in all_names(server)]})
 
 
-@router.get("/api/ps", response_model=RunningModels, responses=_errors(has_body=False))
+@router.get("/api/ps", response_model=replies.RunningModels, responses=_errors(has_body=False))
 async def list_running(server: Server) -> Response:
     """The same models: all of them are loaded."""
     return JSONResponse({"models": [running(server, name) for name in all_names(server)]})
 
 
-@router.get("/api/version", response_model=OllamaVersion, responses=_errors(has_body=False))
+@router.get("/api/version", response_model=replies.OllamaVersion, responses=_errors(has_body=False))
 async def api_version() -> Response:
     """The version of Ollama whose API this is. ``/version`` has that of KVBoost."""
     return JSONResponse({"version": API_VERSION})
@@ -157,8 +149,6 @@ async def _answer(
         return JSONResponse(writer.loaded())
     caller: Tenant = request.state.tenant
     asked = await server.workers.parse(caller.counts_as, request.state.body_size, call, model)
-    if asked.format_field is not None:
-        asked = replace(asked, format_field="format")
     return await deliver(
         request, server, asked, writer, model, stream=body.stream, media_type=_NDJSON
     )

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from kvboost.serve.answers import Answers, describe
-from kvboost.serve.blocks import Block, Blocks, BlockStep
-from kvboost.serve.choices import Choice
+from kvboost.serve.answers.answers import Answers, describe
+from kvboost.serve.answers.blocks import Block, Blocks, BlockStep
+from kvboost.serve.answers.choices import Choice
+from kvboost.serve.answers.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.errors import ApiError
-from kvboost.serve.logprobs import ShownToken, chat_logprobs
+from kvboost.serve.http.streaming import line
 from kvboost.serve.server import ServerState
-from kvboost.serve.streaming import line
 
 
 class OllamaWriter:

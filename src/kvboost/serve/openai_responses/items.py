@@ -8,49 +8,30 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from kvboost.serve.json_text import JsonBudget, parse_json
-from kvboost.serve.request_fields import (
-    MAX_PARTS,
-    Body,
-    ShortText,
-    Text,
-    goes_with,
-    one_of,
-    some,
-    text_or_list,
-)
-from kvboost.serve.request_images import DataUrl, Detail, ImagePart, refuse_unseen
-from kvboost.serve.request_tools import (
-    Call,
-    CalledFunction,
-    ContentPart,
-    Message,
-    TextPart,
-    refuse_other_parts,
-    shallow,
-)
+from kvboost.serve.http.json_text import JsonBudget, parse_json
+from kvboost.serve.schema import chat, fields
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
-class ItemText(Body):
+class ItemText(fields.Body):
     """A part of a message. What a response has sent may be sent back."""
 
     type: Annotated[
-        Literal["input_text", "output_text", "text"], BeforeValidator(refuse_other_parts)
+        Literal["input_text", "output_text", "text"], BeforeValidator(chat.refuse_other_parts)
     ]
-    text: Text
+    text: fields.Text
     annotations: Nothing | None = None
     logprobs: Nothing | None = None
 
 
-class ItemImage(Body):
+class ItemImage(fields.Body):
     """An image in a message."""
 
-    type: Annotated[Literal["input_image"], BeforeValidator(refuse_unseen)]
-    image_url: DataUrl
-    detail: Detail | None = None
+    type: Annotated[Literal["input_image"], BeforeValidator(chat.refuse_unseen)]
+    image_url: chat.DataUrl
+    detail: chat.Detail | None = None
     file_id: None = None
 
 
@@ -61,24 +42,26 @@ def _part_kind(value: Any) -> str:
 
 _LIKE = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[ItemText], some(MAX_PARTS), Tag("as list")],
-    one_of(text_or_list, _LIKE),
+    Annotated[fields.Text, Tag("as text")]
+    | Annotated[list[ItemText], fields.some(fields.MAX_PARTS), Tag("as list")],
+    fields.one_of(fields.text_or_list, _LIKE),
 ]
 ItemPart = Annotated[
     Annotated[ItemText, Tag("text")] | Annotated[SkipJsonSchema[ItemImage], Tag("image")],
     Discriminator(_part_kind),
 ]
 MessageContent = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[ItemPart], some(MAX_PARTS), Tag("as list")],
-    one_of(text_or_list, _LIKE),
+    Annotated[fields.Text, Tag("as text")]
+    | Annotated[list[ItemPart], fields.some(fields.MAX_PARTS), Tag("as list")],
+    fields.one_of(fields.text_or_list, _LIKE),
 ]
 
 
-class MessageItem(Body):
+class MessageItem(fields.Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: MessageContent
-    id: ShortText | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
@@ -86,43 +69,45 @@ class MessageItem(Body):
     def _check_role(self) -> Self:
         parts = [] if isinstance(self.content, str) else self.content
         if self.role != "user" and any(isinstance(part, ItemImage) for part in parts):
-            raise goes_with("content", "a part of the type input_image goes with the role user")
+            raise fields.goes_with(
+                "content", "a part of the type input_image goes with the role user"
+            )
         return self
 
 
-class CallItem(CalledFunction):
+class CallItem(chat.CalledFunction):
     type: Literal["function_call"]
-    call_id: ShortText
-    id: ShortText | None = None
+    call_id: fields.ShortText
+    id: fields.ShortText | None = None
     status: Status | None = None
     caller: None = None
     namespace: None = None
     is_async: None = Field(default=None, alias="async")
 
 
-class ResultItem(Body):
+class ResultItem(fields.Body):
     """What a tool has answered."""
 
     type: Literal["function_call_output"]
-    call_id: ShortText
+    call_id: fields.ShortText
     output: Content
-    id: ShortText | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     caller: None = None
-    name: ShortText | None = None
+    name: fields.ShortText | None = None
     namespace: None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(fields.Body):
     type: Literal["reasoning_text"]
-    text: Text
+    text: fields.Text
 
 
-class ReasoningItem(Body):
+class ReasoningItem(fields.Body):
     type: Literal["reasoning"]
     summary: Nothing | None = None
-    content: Annotated[list[ReasoningText], some(MAX_PARTS, least=0)] | None = None
-    id: ShortText | None = None
+    content: Annotated[list[ReasoningText], fields.some(fields.MAX_PARTS, least=0)] | None = None
+    id: fields.ShortText | None = None
     status: Status | None = None
     encrypted_content: None = None
 
@@ -142,17 +127,17 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
+    fields.one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
 ]
 
 
 def messages_of(
-    items: Iterable[Item], make_message: Callable[..., Message] = Message
-) -> list[Message]:
+    items: Iterable[Item], make_message: Callable[..., chat.Message] = chat.Message
+) -> list[chat.Message]:
     """The chat messages that ``items`` are. Consecutive items of the assistant (reasoning, text,
     calls) are one message. ``make_message`` makes each of them; the default checks the limits of
     requests."""
-    messages: list[Message] = []
+    messages: list[chat.Message] = []
     turn: list[Item] = []
     for item in items:
         if turn and not _continues(turn, item):
@@ -175,11 +160,11 @@ def messages_of(
     return [*messages, _assistant(turn, make_message)] if turn else messages
 
 
-def messages_of_output(output: Iterable[dict[str, Any]]) -> list[Message]:
+def messages_of_output(output: Iterable[dict[str, Any]]) -> list[chat.Message]:
     """The same for the output of a response. The model wrote it, so the limits of requests do not
     hold. A call whose arguments cannot be read, as if it was cut off, is left out."""
     items = [item for one in output if (item := _output_item(one)) is not None]
-    return messages_of(items, Message.model_construct)
+    return messages_of(items, chat.Message.model_construct)
 
 
 def _output_item(given: dict[str, Any]) -> Item | None:
@@ -195,7 +180,7 @@ def _output_item(given: dict[str, Any]) -> Item | None:
     arguments = given["arguments"]
     try:
         JsonBudget().take(arguments.encode())
-        value = shallow(parse_json(arguments.encode() or b"{}"))
+        value = chat.shallow(parse_json(arguments.encode() or b"{}"))
     except ValueError:
         return None
     return CallItem.of(
@@ -203,7 +188,7 @@ def _output_item(given: dict[str, Any]) -> Item | None:
     )
 
 
-def input_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def input_items(messages: Sequence[chat.Message]) -> list[dict[str, Any]]:
     """The items that ``messages`` are. Each has an id that depends on its place."""
     items: list[dict[str, Any]] = []
 
@@ -244,8 +229,8 @@ def _continues(turn: Sequence[Item], item: Item) -> bool:
     return before < after or before == after == _ORDER["function_call"]
 
 
-def _assistant(turn: Sequence[Item], make_message: Callable[..., Message]) -> Message:
-    content: str | list[ContentPart] = ""
+def _assistant(turn: Sequence[Item], make_message: Callable[..., chat.Message]) -> chat.Message:
+    content: str | list[chat.ContentPart] = ""
     reasoning, calls = "", []
     for item in turn:
         match item:
@@ -254,8 +239,8 @@ def _assistant(turn: Sequence[Item], make_message: Callable[..., Message]) -> Me
             case MessageItem():
                 content = _content(item.content)
             case CallItem():
-                function = CalledFunction.of(item.name, item.value, item.arguments)
-                calls.append(Call(id=item.call_id, function=function))
+                function = chat.CalledFunction.of(item.name, item.value, item.arguments)
+                calls.append(chat.Call(id=item.call_id, function=function))
     return make_message(
         role="assistant",
         content=content,
@@ -264,19 +249,19 @@ def _assistant(turn: Sequence[Item], make_message: Callable[..., Message]) -> Me
     )
 
 
-def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[ContentPart]:
+def _content(content: str | Sequence[ItemText | ItemImage]) -> str | list[chat.ContentPart]:
     if isinstance(content, str):
         return content
     return [
-        ImagePart.of(part.image_url)
+        chat.ImagePart.of(part.image_url)
         if isinstance(part, ItemImage)
-        else TextPart(type="text", text=part.text)
+        else chat.TextPart(type="text", text=part.text)
         for part in content
     ]
 
 
 def _input_part(part: Any) -> dict[str, Any]:
     """A part of a message of the user's, as it was sent."""
-    if isinstance(part, ImagePart):
+    if isinstance(part, chat.ImagePart):
         return {"type": "input_image", "image_url": part.image_url.url, "detail": "auto"}
     return {"type": "input_text", "text": part.text}

@@ -6,36 +6,31 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import ContextLengthError
+from kvboost.serve.answers.choices import EngineCall
+from kvboost.serve.answers.prompts import encode
+from kvboost.serve.answers.responses import deliver
 from kvboost.serve.auth import Tenant
-from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call, chat_prompt
-from kvboost.serve.choices import EngineCall
 from kvboost.serve.errors import ApiError
+from kvboost.serve.http.bodies import BodyRoute
+from kvboost.serve.http.openapi import EACH_ONCE, Router
+from kvboost.serve.openai_responses import replies
 from kvboost.serve.openai_responses.items import input_items
-from kvboost.serve.openai_responses.reply_models import DeletedResponse, ItemList, ResponseReply
-from kvboost.serve.openai_responses.request_models import ResponseRequest
+from kvboost.serve.openai_responses.requests import ResponseRequest
 from kvboost.serve.openai_responses.store import StoredResponse
 from kvboost.serve.openai_responses.writer import ResponseWriter
-from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import encode
-from kvboost.serve.query import EACH_ONCE
-from kvboost.serve.request_fields import MAX_MESSAGES
-from kvboost.serve.request_tools import Message
-from kvboost.serve.responses import deliver
+from kvboost.serve.routes.chat import chat_call, chat_prompt
+from kvboost.serve.schema.chat import Message
+from kvboost.serve.schema.fields import MAX_MESSAGES
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(route_class=BodyRoute, tags=["openai"])
+router = Router(route_class=BodyRoute, tags=["openai"])
 
 
-@router.post(
-    "/v1/responses",
-    response_model=ResponseReply,
-    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
-)
+@router.endpoint("POST /v1/responses", replies.ResponseReply, streams=True)
 async def create_response(
     body: ResponseRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -51,7 +46,11 @@ async def create_response(
         asked = await workers.tokenize(
             caller.counts_as, size, _fitting, server, caller, body, messages
         )
-    call = await workers.parse(caller.counts_as, size, _call, server, caller, body, asked)
+
+    def make() -> EngineCall:
+        return chat_call(server, caller, body.for_chat(asked), "text.format")
+
+    call = await workers.parse(caller.counts_as, size, make)
     call = replace(call, size=call.size + known)
     writer = ResponseWriter(server, caller.owner, body, messages)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
@@ -65,8 +64,8 @@ def _conversation(body: ResponseRequest, kept: StoredResponse | None) -> list[Me
             400,
             f"the conversation has {len(messages):,} messages; at most {MAX_MESSAGES - 1:,} are "
             "allowed",
-            code="invalid_value",
-            param="input",
+            "invalid_value",
+            "input",
         )
     return messages
 
@@ -90,39 +89,23 @@ def _fitting(
     return messages[starts[first] :]
 
 
-def _call(
-    server: ServerState, caller: Tenant, body: ResponseRequest, messages: list[Message]
-) -> EngineCall:
-    """What a request asks of the engine. For a thread if it is large."""
-    call = chat_call(server, caller, body.for_chat(messages))
-    if call.format_field is not None:
-        call = replace(call, format_field="text.format")
-    return call
-
-
-@router.get(
-    "/v1/responses/{response_id}",
-    response_model=ResponseReply,
-    responses=errors(400, 404, has_body=False),
-)
+@router.endpoint("GET /v1/responses/{response_id}", replies.ResponseReply, 400, 404)
 async def retrieve_response(
     response_id: str, request: Request, server: Server, caller: Caller
 ) -> Response:
     """A response that is kept. It cannot be streamed again."""
     for name in request.query_params:
         raise ApiError(
-            400,
-            f"{name[:80]} is not a parameter that this server knows",
-            code="unknown_field",
-            param=name,
+            400, f"{name[:80]} is not a parameter that this server knows", "unknown_field", name
         )
     return JSONResponse(server.stored_responses.get(caller.owner, response_id).response)
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    response_model=ItemList,
-    responses=errors(400, 404, has_body=False),
+@router.endpoint(
+    "GET /v1/responses/{response_id}/input_items",
+    replies.ItemList,
+    400,
+    404,
     dependencies=[EACH_ONCE],
 )
 async def list_input_items(
@@ -141,9 +124,7 @@ async def list_input_items(
     items = items if order == "asc" else items[::-1]
     ids = [one["id"] for one in items]
     if after and after not in ids:
-        raise ApiError(
-            404, f"there is no item {after[:80]!r}", code="item_not_found", param="after"
-        )
+        raise ApiError(404, f"there is no item {after[:80]!r}", "item_not_found", "after")
     items = items[ids.index(after) + 1 :] if after else items
     shown = items[:limit]
     return JSONResponse(
@@ -157,11 +138,7 @@ async def list_input_items(
     )
 
 
-@router.delete(
-    "/v1/responses/{response_id}",
-    response_model=DeletedResponse,
-    responses=errors(404, has_body=False),
-)
+@router.endpoint("DELETE /v1/responses/{response_id}", replies.DeletedResponse, 404)
 async def delete_response(response_id: str, server: Server, caller: Caller) -> Response:
     """Deletes a response that is kept, with its conversation. Its text may stay cached."""
     server.stored_responses.remove(caller.owner, response_id)

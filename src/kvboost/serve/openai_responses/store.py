@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.problems import shown
-from kvboost.serve.request_tools import Message
+from kvboost.serve.http.problems import shown
+from kvboost.serve.http.streaming import line
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.streaming import line
 
 _OBJECT_BYTES = 600
 """Bytes of memory that a message takes without its text. A part takes as many, a call twice."""
@@ -74,8 +74,8 @@ class StoredResponses:
                 404,
                 f"there is no response {shown(response_id)}; responses are kept for "
                 f"{self._settings.stored_response_seconds:g} s unless they say store=false",
-                code="response_not_found",
-                param=param,
+                "response_not_found",
+                param,
             ) from None
 
     def remove(self, tenant: str, response_id: str) -> None:

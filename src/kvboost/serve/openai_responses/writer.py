@@ -1,24 +1,114 @@
-"""Answers as responses of the Responses API."""
+"""Answers as responses of the Responses API: their items, and the events of a stream of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel
 
-from kvboost.serve.answers import Answers, describe, keep_reports
-from kvboost.serve.blocks import Blocks
-from kvboost.serve.choices import Choice
+from kvboost.serve.answers.answers import Answers, describe, keep_reports
+from kvboost.serve.answers.blocks import Block, Blocks, BlockStep
+from kvboost.serve.answers.choices import Choice
 from kvboost.serve.errors import ApiError
+from kvboost.serve.http.streaming import event
 from kvboost.serve.openai_responses.items import messages_of_output
-from kvboost.serve.openai_responses.output import Output
-from kvboost.serve.openai_responses.request_models import ResponseRequest
+from kvboost.serve.openai_responses.requests import ResponseRequest
 from kvboost.serve.openai_responses.store import StoredResponse, stored_size
-from kvboost.serve.request_tools import Message
+from kvboost.serve.schema.chat import Message
 from kvboost.serve.server import ServerState
+
+_TEXT_PARTS = {"content": "output_text", "reasoning": "reasoning_text"}
+
+
+class Output:
+    """Makes items and events of the blocks of an answer."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._sequence = 0
+
+    def event(self, name: str, /, **fields: Any) -> bytes:
+        """One event of the stream, numbered."""
+        number, self._sequence = self._sequence, self._sequence + 1
+        return event({"type": name, "sequence_number": number, **fields}, name)
+
+    def response_event(self, name: str, response: Mapping[str, Any]) -> bytes:
+        return self.event(f"response.{name}", response=response)
+
+    def write(self, steps: Iterable[BlockStep], status: str = "completed") -> Iterator[bytes]:
+        """The events of ``steps``. An item that ends gets ``status``."""
+        for step in steps:
+            match step.step:
+                case "start":
+                    yield from self._start(step.block)
+                case "delta":
+                    yield self._delta(step.block, step.text)
+                case "stop":
+                    yield from self._stop(step.block, status)
+
+    def _start(self, block: Block) -> Iterator[bytes]:
+        item = _new_item(block)
+        self.items.append(item)
+        yield self.event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            part = _part(block.kind, "")
+            yield self._about("response.content_part.added", block, content_index=0, part=part)
+
+    def _delta(self, block: Block, text: str) -> bytes:
+        if block.kind == "call":
+            return self._about("response.function_call_arguments.delta", block, delta=text)
+        name = f"response.{_TEXT_PARTS[block.kind]}.delta"
+        return self._about(name, block, content_index=0, delta=text, **_logprobs(block))
+
+    def _stop(self, block: Block, status: str) -> Iterator[bytes]:
+        item = self.items[block.index]
+        item["status"] = status
+        if block.kind == "call":
+            item["arguments"] = block.text
+            said = {"name": block.name, "arguments": block.text}
+            yield self._about("response.function_call_arguments.done", block, **said)
+        else:
+            part = _part(block.kind, block.text)
+            item["content"] = [part]
+            name = f"response.{_TEXT_PARTS[block.kind]}.done"
+            yield self._about(name, block, content_index=0, text=block.text, **_logprobs(block))
+            yield self._about("response.content_part.done", block, content_index=0, part=part)
+        yield self.event("response.output_item.done", output_index=block.index, item=item)
+
+    def _about(self, name: str, block: Block, /, **fields: Any) -> bytes:
+        item_id = self.items[block.index]["id"]
+        return self.event(name, item_id=item_id, output_index=block.index, **fields)
+
+
+def _new_item(block: Block) -> dict[str, Any]:
+    number, status = uuid4().hex, "in_progress"
+    match block.kind:
+        case "reasoning":
+            item = {"id": f"rs_{number}", "type": "reasoning", "status": status}
+            return {**item, "summary": [], "content": []}
+        case "content":
+            item = {"id": f"msg_{number}", "type": "message", "status": status}
+            return {**item, "role": "assistant", "content": []}
+        case "call":
+            item = {"id": f"fc_{number}", "type": "function_call", "status": status}
+            return {
+                **item,
+                "call_id": f"call_{uuid4().hex[:24]}",
+                "name": block.name,
+                "arguments": "",
+            }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part = {"type": _TEXT_PARTS[kind], "text": text}
+    return part if kind == "reasoning" else {**part, "annotations": [], "logprobs": []}
+
+
+def _logprobs(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind == "content" else {}
 
 
 class ResponseWriter:
@@ -93,10 +183,10 @@ class ResponseWriter:
         size = stored_size(response, messages)
         stored = StoredResponse(response, tuple(messages), len(self._messages), size)
         self._server.stored_responses.add(self._tenant, stored)
-        ids = [*choice.prompt_ids, *choice.result.token_ids]
+        ids = choice.conversation_ids
         seconds = self._server.settings.stored_response_seconds
         call = choice.call
-        self._server.kept_kv.keep(response["id"], ids, call.salt, seconds, call.adapter)
+        self._server.kept_kv.keep(response["id"], ids, call.place.salt, seconds, call.adapter)
 
     async def _usage(self, choice: Choice) -> dict[str, Any]:
         engine, result = self._server.engine, choice.result
@@ -105,7 +195,7 @@ class ResponseWriter:
         thought = 0
         if reasoning:
             ids = await self._server.workers.tokenize(
-                choice.call.tenant, len(reasoning), engine.encode, reasoning
+                choice.call.options["tenant"], len(reasoning), engine.encode, reasoning
             )
             thought = min(answer, len(ids))
         return {

@@ -17,9 +17,8 @@ from kvboost.results import (
     TokenLogprob,
 )
 from kvboost.runtime.streams import AsyncTextStream
-from kvboost.serve.remote.failures import from_wire
 from kvboost.serve.remote.link import Answered
-from kvboost.serve.remote.wire import Ended, News
+from kvboost.serve.remote.wire import Ended, News, from_wire
 from kvboost.tokens.text import AnswerText, Tokenizer
 
 if TYPE_CHECKING:

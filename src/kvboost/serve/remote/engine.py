@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,10 +20,9 @@ from kvboost.errors import StructuredOutputError
 from kvboost.results import AdapterInfo, Explanation, Healing, Pin, ReuseReport
 from kvboost.results.explaining import Traces, explain
 from kvboost.serve.embedder import Vectors
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
-from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
 from kvboost.serve.remote.link import Link
-from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News, WireImage
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ImageReader, ReadPrompt
@@ -34,11 +34,11 @@ _KEPT_ESTIMATES = 1024
 _KEPT_HEALING = 16
 
 
-def wire_images(prompt: ReadPrompt) -> list[WireImage]:
+def wire_images(prompt: ReadPrompt) -> list[wire.WireImage]:
     """The images of a prompt as a part of a message: as files, which are small."""
     placed = () if prompt.images is None else prompt.images.placed
     return [
-        WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
+        wire.WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
         for one in placed
     ]
 
@@ -58,10 +58,33 @@ class RemoteGrammars:
         return grammar
 
 
+class _Method:
+    """A method of the engine's that is a call: its result is of the type ``returns``."""
+
+    def __init__(self, returns: Any) -> None:
+        self._returns = returns
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: RemoteEngine | None, _: type) -> Any:
+        if engine is None:
+            return self
+        return partial(self._call_of(engine._link), self._name, returns=self._returns)
+
+    def _call_of(self, link: Link) -> Callable[..., Any]:
+        return link.call
+
+
+class _Coroutine(_Method):
+    def _call_of(self, link: Link) -> Callable[..., Any]:
+        return link.acall
+
+
 class RemoteEngine:
     """Has the methods of KVBoost that the server uses."""
 
-    def __init__(self, link: Link, about: EngineDescription) -> None:
+    def __init__(self, link: Link, about: wire.EngineDescription) -> None:
         self._link = link
         self._about = about
         self.model_name = about.model_name
@@ -86,7 +109,7 @@ class RemoteEngine:
         link.on_adapters = self._take_adapters
         link.on_failed = self._fail
 
-    def _take_adapters(self, message: Adapters) -> None:
+    def _take_adapters(self, message: wire.Adapters) -> None:
         self._adapters = message.adapters
 
     def _fail(self, error: Exception) -> None:
@@ -105,8 +128,8 @@ class RemoteEngine:
         ids: list[int] = found.tolist()
         return ids
 
-    def read(self, prompt: Prompt) -> ReadPrompt:
-        return self._prompts.read_whole(prompt)
+    def read(self, prompt: Prompt, *, add_special_tokens: bool = True) -> ReadPrompt:
+        return self._prompts.read_whole(prompt, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
@@ -118,7 +141,7 @@ class RemoteEngine:
     def render(self, conversation: Conversation) -> str:
         return self._prompts.render(conversation)
 
-    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+    def locate(self, text: str, token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
         return self._prompts.locate(text, token_ids)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
@@ -154,18 +177,18 @@ class RemoteEngine:
         text = text_of(self._tokenizer, self._about.eos_ids, options)
         state = RemoteState(text, options, self._explainer(ids))
 
-        def on_news(news: News) -> None:
+        def on_news(news: wire.News) -> None:
             self._note(len(ids), news)
 
         stream = RemoteStream(state, on_news)
         number = self._link.ask(
             stream,
-            lambda number: Ask(
+            lambda number: wire.Ask(
                 *(number, ids.tobytes(), max_new_tokens, mode, timeout, options, images, row_id)
             ),
         )
         self._states[number] = state
-        stream.on_close(lambda: self._link.send(Cancel(number)))
+        stream.on_close(lambda: self._link.send(wire.Cancel(number)))
         return stream
 
     def _explainer(self, ids: TokenIds) -> Callable[[ReuseReport, bool], Explanation]:
@@ -181,7 +204,7 @@ class RemoteEngine:
 
         return work
 
-    def _note(self, num_tokens: int, news: News) -> None:
+    def _note(self, num_tokens: int, news: wire.News) -> None:
         if news.begun is not None:
             self._keep_estimate(num_tokens, news.begun.estimated_ms)
         if news.ended is not None:
@@ -202,62 +225,28 @@ class RemoteEngine:
             self._keep_estimate(num_tokens, self._link.call("estimate_ms", num_tokens))
         return self._estimates[num_tokens]
 
-    # The cache.
+    # The cache, and adapters: calls.
 
-    async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        new: int = await self._link.acall("awarm", text, header, cache_salt=cache_salt)
-        return new
+    awarm = _Coroutine(int)
+    apin = _Coroutine(Pin)
+    warm_later = _Method(int)
+    pin_cached = _Method(Pin)
+    drop_pin = _Method(Pin | None)
+    unpin = _Method(Pin | None)
+    pins = _Method(list[Pin])
+    forget = _Method(int)
+    forget_salt = _Method(int)
+    chunks = _Method(list[dict[str, Any]])
+    serving_stats = _Method(dict[str, Any])
+    load_adapter = _Method(AdapterInfo)
+    unload_adapter = _Method(AdapterInfo)
 
-    async def apin(
-        self,
-        text: Prompt,
-        header: str | None = None,
-        *,
-        ttl: float | None = None,
-        cache_salt: str = "",
-    ) -> Pin:
-        options = {"ttl": ttl, "cache_salt": cache_salt}
-        pin: Pin = await self._link.acall("apin", text, header, returns=Pin, **options)
-        return pin
-
-    def warm_later(
-        self, documents: Sequence[str], header: str | None = None, **options: Any
-    ) -> int:
-        waiting: int = self._link.call("warm_later", list(documents), header, **options)
-        return waiting
+    def adapters(self) -> dict[str, AdapterInfo]:
+        return self._adapters
 
     def plan(self, prompt: Prompt, mode: str, **options: Any) -> ReuseReport:
         plan: ReuseReport = self._link.call("plan", prompt, mode, returns=ReuseReport, **options)
         return replace(plan, explainer=self._explainer(self._prompts.read(prompt)))
-
-    def pin_cached(self, name: str, prompt: Prompt, **options: Any) -> Pin:
-        pin: Pin = self._link.call("pin_cached", name, prompt, returns=Pin, **options)
-        return pin
-
-    def drop_pin(self, name: str) -> Pin | None:
-        pin: Pin | None = self._link.call("drop_pin", name, returns=Pin | None)
-        return pin
-
-    def unpin(self, text: Prompt, *, cache_salt: str = "") -> Pin | None:
-        options = {"returns": Pin | None, "cache_salt": cache_salt}
-        pin: Pin | None = self._link.call("unpin", text, **options)
-        return pin
-
-    def pins(self) -> list[Pin]:
-        pins: list[Pin] = self._link.call("pins", returns=list[Pin])
-        return pins
-
-    def forget(self, text: str) -> int:
-        gone: int = self._link.call("forget", text)
-        return gone
-
-    def forget_salt(self, cache_salt: str) -> int:
-        gone: int = self._link.call("forget_salt", cache_salt)
-        return gone
-
-    def chunks(self, limit: int) -> list[dict[str, Any]]:
-        chunks: list[dict[str, Any]] = self._link.call("chunks", limit)
-        return chunks
 
     def cache_stats(self) -> dict[str, Any]:
         """Also brings up to date how far prompts are read and approximate rows are healed: the page
@@ -275,24 +264,6 @@ class RemoteEngine:
         for number, healing in progress.healing:
             if number in known:
                 vars(known[number]).update(vars(healing))
-
-    def serving_stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self._link.call("serving_stats")
-        return stats
-
-    # Adapters.
-
-    def adapters(self) -> dict[str, AdapterInfo]:
-        return self._adapters
-
-    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> AdapterInfo:
-        options = {"returns": AdapterInfo, "in_place": in_place}
-        info: AdapterInfo = self._link.call("load_adapter", name, path, **options)
-        return info
-
-    def unload_adapter(self, name: str) -> AdapterInfo:
-        info: AdapterInfo = self._link.call("unload_adapter", name, returns=AdapterInfo)
-        return info
 
     # Embeddings: each slice is a call.
 
@@ -348,7 +319,7 @@ class RemoteEncoder:
 class RemoteEmbeddingModel(RemoteEncoder):
     """A model for embeddings in the engine's process."""
 
-    def __init__(self, link: Link, about: EmbeddingDescription) -> None:
+    def __init__(self, link: Link, about: wire.EmbeddingDescription) -> None:
         super().__init__(link, about.dimensions)
         self.name = about.name
         self.max_tokens = about.max_tokens

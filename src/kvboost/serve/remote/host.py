@@ -15,26 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvboost.serve.embedder import Encoder, Vectors, advance
-from kvboost.serve.remote.failures import to_wire
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
-from kvboost.serve.remote.wire import (
-    Accepted,
-    Adapters,
-    Ask,
-    Call,
-    Cancel,
-    Failed,
-    Lost,
-    Pipe,
-    Ready,
-    Refused,
-    Reload,
-    Reloaded,
-    Reply,
-    Stop,
-    ToEngine,
-    packed,
-)
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import PlacedImage, PlacedImages, ReadPrompt
 
@@ -70,7 +52,7 @@ class Host:
     def __init__(
         self,
         engine: KVBoost,
-        pipe: Pipe[ToEngine],
+        pipe: wire.Pipe[wire.ToEngine],
         embedding_model: EmbeddingModel | None,
         on_ready: Callable[[], None],
         on_lost: Callable[[], None],
@@ -98,16 +80,16 @@ class Host:
 
     def stop(self) -> None:
         """Lets it finish what runs, and end."""
-        self._pipe.send(Stop())
+        self._pipe.send(wire.Stop())
 
     def reload(self, number: int, settings: bytes) -> None:
-        self._pipe.send(Reload(number, settings))
+        self._pipe.send(wire.Reload(number, settings))
 
     def tell_adapters(self) -> None:
-        self._pipe.send(Adapters(self._engine.adapters()))
+        self._pipe.send(wire.Adapters(self._engine.adapters()))
 
     def tell_failure(self, error: Exception) -> None:
-        self._pipe.send(Failed(to_wire(error)))
+        self._pipe.send(wire.Failed(wire.to_wire(error)))
 
     def close(self) -> None:
         """Ends what it has asked for, and the connection."""
@@ -136,28 +118,28 @@ class Host:
     def _receive(self) -> None:
         try:
             messages = self._pipe.receive()
-        except Lost:
+        except wire.Lost:
             self.close()
             self._on_lost()
             return
         accepted = []
         for message in messages:
             match message:
-                case Ask():
+                case wire.Ask():
                     if self._ask(message):
                         accepted.append(message.number)
-                case Cancel():
+                case wire.Cancel():
                     self._cancel(message.number)
-                case Call():
+                case wire.Call():
                     self._call(message)
-                case Ready():
+                case wire.Ready():
                     self._on_ready()
-                case Reloaded():
+                case wire.Reloaded():
                     self._on_reloaded(message.number, message.taken)
         if accepted:
-            self._pipe.send(Accepted(accepted))
+            self._pipe.send(wire.Accepted(accepted))
 
-    def _ask(self, ask: Ask) -> bool:
+    def _ask(self, ask: wire.Ask) -> bool:
         """Queues an answer; False if it is refused."""
         answer = AnswerSender(self._answers, ask.number)
         self._answers.running[ask.number] = answer
@@ -172,7 +154,7 @@ class Host:
             )
         except Exception as error:
             del self._answers.running[ask.number]
-            self._pipe.send(Refused(ask.number, to_wire(error)))
+            self._pipe.send(wire.Refused(ask.number, wire.to_wire(error)))
             return False
         return True
 
@@ -182,7 +164,7 @@ class Host:
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: wire.Call) -> None:
         if call.method in _AT_ONCE:
             try:
                 self._reply(
@@ -195,13 +177,13 @@ class Host:
             self._tasks[call.number] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: wire.Call) -> None:
         try:
             self._reply(call, await self._result(call))
         except Exception as error:
             self._refuse(call, error)
 
-    async def _result(self, call: Call) -> Any:
+    async def _result(self, call: wire.Call) -> Any:
         method, arguments, options = call.method, call.arguments, call.options
         if method in _COROUTINES:
             return await getattr(self._engine, method)(*arguments, **options)
@@ -232,18 +214,18 @@ class Host:
         self._embeddings.pop(number, None)
         return [*done.shape, done.astype("<f4").tobytes()]
 
-    def _reply(self, call: Call, value: object) -> None:
-        self._pipe.send(Reply(call.number, packed(value)))
+    def _reply(self, call: wire.Call, value: object) -> None:
+        self._pipe.send(wire.Reply(call.number, wire.packed(value)))
 
-    def _refuse(self, call: Call, error: Exception) -> None:
-        self._pipe.send(Reply(call.number, packed(None), to_wire(error)))
+    def _refuse(self, call: wire.Call, error: Exception) -> None:
+        self._pipe.send(wire.Reply(call.number, wire.packed(None), wire.to_wire(error)))
 
 
-def _prompt_of(ask: Ask) -> TokenIds | ReadPrompt:
-    """The prompt of a message, with its images if it has any."""
+def _prompt_of(ask: wire.Ask) -> ReadPrompt:
+    """The prompt of a message, which the API process has checked."""
     ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
     if not ask.images:
-        return ids
+        return ReadPrompt(ids)
     placed = tuple(
         PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
         for one in ask.images

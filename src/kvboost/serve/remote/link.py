@@ -12,24 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from kvboost.serve.remote.failures import engine_lost, from_wire
-from kvboost.serve.remote.wire import (
-    Accepted,
-    Adapters,
-    Call,
-    Cancel,
-    Failed,
-    Lost,
-    News,
-    Pipe,
-    Refused,
-    Reload,
-    Reply,
-    Step,
-    Stop,
-    ToApi,
-    ToEngine,
-)
+from kvboost.serve.remote import wire
 
 T = TypeVar("T")
 
@@ -40,7 +23,7 @@ class Answered:
     def accepted(self) -> None:
         """The request is queued."""
 
-    def take(self, news: News) -> None:
+    def take(self, news: wire.News) -> None:
         """More of the answer has arrived."""
 
     def refused(self, error: Exception) -> None:
@@ -50,7 +33,7 @@ class Answered:
 class Link:
     """Sends to the engine from any thread; receives in the event loop of :meth:`attach`."""
 
-    def __init__(self, pipe: Pipe[ToApi]) -> None:
+    def __init__(self, pipe: wire.Pipe[wire.ToApi]) -> None:
         self._pipe = pipe
         self._home = threading.get_ident()
         """The thread of the event loop."""
@@ -58,12 +41,12 @@ class Link:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[msgspec.Raw]] = {}
         self._answers: dict[int, Answered] = {}
-        self._arrived: deque[ToApi] = deque()
+        self._arrived: deque[wire.ToApi] = deque()
         """What arrived while a call was waited for."""
         self.is_lost = False
-        self.on_adapters: Callable[[Adapters], None] = lambda _: None
+        self.on_adapters: Callable[[wire.Adapters], None] = lambda _: None
         self.on_failed: Callable[[Exception], None] = lambda _: None
-        self.on_reload: Callable[[Reload], None] = lambda _: None
+        self.on_reload: Callable[[wire.Reload], None] = lambda _: None
         self.on_stop: Callable[[], None] = lambda: None
         """The engine stops, or has ended."""
 
@@ -75,14 +58,14 @@ class Link:
         self._loop.add_reader(self._pipe.socket, self._receive)
         self._loop.call_soon(self._take_arrived)
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: wire.ToEngine) -> None:
         self._pipe.send(message)
 
-    def ask(self, answer: Answered, make: Callable[[int], ToEngine]) -> int:
+    def ask(self, answer: Answered, make: Callable[[int], wire.ToEngine]) -> int:
         """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
         receives it."""
         if self.is_lost:
-            raise engine_lost()
+            raise wire.engine_lost()
         number = next(self._numbers)
         self._answers[number] = answer
         self.send(make(number))
@@ -102,21 +85,21 @@ class Link:
         try:
             return _read(await asyncio.wrap_future(future), returns)
         except asyncio.CancelledError:
-            self.send(Cancel(number))
+            self.send(wire.Cancel(number))
             raise
 
     def post(self, method: str, *arguments: Any) -> None:
         """Calls a method whose result does not matter."""
-        self.send(Call(next(self._numbers), method, list(arguments), {}))
+        self.send(wire.Call(next(self._numbers), method, list(arguments), {}))
 
     def _start(
         self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[int, Future[msgspec.Raw]]:
         if self.is_lost:
-            raise engine_lost()
+            raise wire.engine_lost()
         number, future = next(self._numbers), Future[msgspec.Raw]()
         self._calls[number] = future
-        self.send(Call(number, method, list(arguments), options))
+        self.send(wire.Call(number, method, list(arguments), options))
         return number, future
 
     def _await_reply(self, future: Future[msgspec.Raw]) -> None:
@@ -126,11 +109,11 @@ class Link:
             self._pipe.wait()
             try:
                 messages = self._pipe.receive()
-            except Lost:
+            except wire.Lost:
                 self._lose()
                 return
             for message in messages:
-                if isinstance(message, Reply):
+                if isinstance(message, wire.Reply):
                     self._reply(message)
                 else:
                     self._arrived.append(message)
@@ -140,7 +123,7 @@ class Link:
     def _receive(self) -> None:
         try:
             self._arrived.extend(self._pipe.receive())
-        except Lost:
+        except wire.Lost:
             self._lose()
         self._take_arrived()
 
@@ -148,41 +131,41 @@ class Link:
         while self._arrived:
             self._take(self._arrived.popleft())
 
-    def _take(self, message: ToApi) -> None:
+    def _take(self, message: wire.ToApi) -> None:
         match message:
-            case Step():
+            case wire.Step():
                 for news in message.news:
                     self._take_news(news)
-            case Accepted():
+            case wire.Accepted():
                 for number in message.numbers:
                     if (answer := self._answers.get(number)) is not None:
                         answer.accepted()
-            case Refused():
+            case wire.Refused():
                 if (answer := self._answers.pop(message.number, None)) is not None:
-                    answer.refused(from_wire(message.error))
-            case Reply():
+                    answer.refused(wire.from_wire(message.error))
+            case wire.Reply():
                 self._reply(message)
-            case Adapters():
+            case wire.Adapters():
                 self.on_adapters(message)
-            case Failed():
-                self.on_failed(from_wire(message.error))
-            case Reload():
+            case wire.Failed():
+                self.on_failed(wire.from_wire(message.error))
+            case wire.Reload():
                 self.on_reload(message)
-            case Stop():
+            case wire.Stop():
                 self.on_stop()
 
-    def _take_news(self, news: News) -> None:
+    def _take_news(self, news: wire.News) -> None:
         if (answer := self._answers.get(news.number)) is not None:
             if news.ended is not None:
                 del self._answers[news.number]
             answer.take(news)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: wire.Reply) -> None:
         future = self._calls.pop(reply.number, None)
         if future is None or not future.set_running_or_notify_cancel():
             return
         if reply.error is not None:
-            future.set_exception(from_wire(reply.error))
+            future.set_exception(wire.from_wire(reply.error))
         else:
             future.set_result(reply.value)
 
@@ -202,10 +185,10 @@ class Link:
             self._loop.remove_writer(self._pipe.socket)
         for future in list(self._calls.values()):
             if future.set_running_or_notify_cancel():
-                future.set_exception(engine_lost())
+                future.set_exception(wire.engine_lost())
         answers, self._answers = self._answers, {}
         for answer in answers.values():
-            answer.refused(engine_lost())
+            answer.refused(wire.engine_lost())
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         if self._loop is not None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
-from kvboost.serve.remote.failures import to_wire
-from kvboost.serve.remote.wire import Begun, Ended, News, Pipe, Step, ToEngine
+from kvboost.serve.remote import wire
+from kvboost.serve.remote.wire import News, Step
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -25,7 +25,7 @@ class Outgoing:
     """The answers of one API process. The loop's thread calls it after each step, and it sends what
     is new of all of them at once, from that thread: to wake another one would take longer."""
 
-    def __init__(self, engine: KVBoost, pipe: Pipe[ToEngine]) -> None:
+    def __init__(self, engine: KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
         self._engine = engine
         self._pipe = pipe
         self._news: list[News] = []
@@ -96,7 +96,7 @@ class AnswerSender:
             news.logprobs = state.logprobs[start : self._num_sent]
         if not start:
             self._reuse = state.reuse
-            news.begun = Begun(
+            news.begun = wire.Begun(
                 state.reuse,
                 state.clock.timings(),
                 self.event_loop.estimate_ms(state),
@@ -107,7 +107,7 @@ class AnswerSender:
     def end(self, error: BaseException | None) -> None:
         state = self.state
         assert state is not None
-        ended = Ended(
+        ended = wire.Ended(
             state.finish_reason,
             state.clock.timings(),
             None if state.reuse is self._reuse else state.reuse,
@@ -116,7 +116,7 @@ class AnswerSender:
             state.drafted_tokens,
             state.accepted_tokens,
             self.event_loop.estimate_ms(state),
-            None if error is None else to_wire(error),
+            None if error is None else wire.to_wire(error),
         )
         self.event_loop.end(self._number, state.healing)
         self.event_loop.add(News(self._number, [], None, None, ended))

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
-from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription, Start
 from kvboost.serve.remote.host import Host
-from kvboost.serve.remote.wire import Pipe, ToEngine
+from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, Start, ToEngine
 from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ from kvboost.serve.remote.worker import main
 main(*arguments)
 """
 """What an API process runs. It imports from where this process does."""
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """So many processes may end before they are ready, one after the other."""
 _EXIT_SECONDS = 10.0
 """How long a process may take to end after its time to drain, or after its connection."""
@@ -201,7 +200,7 @@ class Supervisor:
         self._failures += not was_ready
         if self._stopping:
             self._over.set()
-        elif self._failures == MOST_FAILURES or not self._has_been_ready:
+        elif self._failures == MAX_FAILURES or not self._has_been_ready:
             self._problem = KVBoostError(
                 f"the API process ended before it was ready ({ended}); what it wrote is above"
             )

@@ -1,18 +1,31 @@
-"""Messages between the engine's process and an API process, and the socket that carries them."""
+"""Messages between the engine's process and an API process, errors and descriptions among them, and
+the socket that carries them."""
 
 from __future__ import annotations
 
+import logging
+import pickle
 import selectors
 import socket
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+import kvboost.errors
+from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError
 from kvboost.results import AdapterInfo, Healing, ReuseReport, Timings, TokenLogprob
+from kvboost.serve.errors import ApiError
+from kvboost.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kvboost import EmbeddingModel, KVBoost
 
 T = TypeVar("T")
 
@@ -171,10 +184,10 @@ ToApi = Step | Accepted | Refused | Reply | Adapters | Failed | Reload | Stop
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, or a set, as Python's own. What explains a report stays here."""
+    """Numbers of numpy's, or a set, as Python's own. What explains a report stays here."""
     if callable(value):
         return None
-    return list(value) if isinstance(value, (set, frozenset)) else value.item()
+    return list(value) if isinstance(value, (set, frozenset)) else value.tolist()
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
@@ -304,3 +317,104 @@ class Pipe(Generic[T]):
 
     def close(self) -> None:
         self.socket.close()
+
+
+logger = logging.getLogger("kvboost.serve")
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class EngineFailure(Exception):
+    """A defect showed in the engine's process, whose log says where."""
+
+
+def to_wire(error: BaseException) -> WireError:
+    """``error`` as a message. Where a defect is shows only in this process, so it is logged here:
+    without its message, which may have a prompt in it."""
+    if not isinstance(error, KVBoostError):
+        where = "".join(traceback.format_tb(error.__traceback__))
+        logger.error("a request failed with %s in the engine\n%s", type(error).__name__, where)
+    attributes = {name: one for name, one in vars(error).items() if isinstance(one, _PLAIN)}
+    return WireError(type(error).__name__, str(error), attributes)
+
+
+def from_wire(error: WireError) -> Exception:
+    """The same error again. Its class is one of ``kvboost.errors``, or it was a defect."""
+    kind: Any = getattr(kvboost.errors, error.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, KVBoostError)):
+        return EngineFailure(f"{error.kind}: {error.message}")
+    takes_others = "__init__" in vars(kind)  # it makes its message of what it takes
+    made: KVBoostError = kind.__new__(kind, error.message) if takes_others else kind(error.message)
+    vars(made).update(error.attributes)
+    return made
+
+
+def engine_lost() -> ApiError:
+    """The engine's process has ended."""
+    said = "the engine's process has ended; the server must be started again"
+    return ApiError(503, said, "engine_lost", retry_after=5)
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """The model, and how the engine runs it."""
+
+    model_name: str
+    context_length: int | None
+    vocab_size: int
+    eos_ids: frozenset[int]
+    tokenizer: bytes
+    """Pickled, which takes a while."""
+    image_reader: bytes
+    """What reads images, or why the model takes none; pickled."""
+    config: EngineConfig
+    facts: dict[str, Any]
+    dimensions: int
+    """Those of its embeddings."""
+    adapters: dict[str, AdapterInfo]
+    """Those that are loaded at first."""
+
+    @classmethod
+    def of(cls, engine: KVBoost, tokenizer: bytes) -> EngineDescription:
+        return cls(
+            model_name=engine.model_name,
+            context_length=engine.context_length,
+            vocab_size=engine.vocab_size,
+            eos_ids=engine.eos_ids,
+            tokenizer=tokenizer,
+            image_reader=pickle.dumps(engine.image_reader),
+            config=engine.config,
+            facts=engine.facts(),
+            dimensions=engine.embedder.dimensions,
+            adapters=engine.adapters(),
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddingDescription:
+    """A model for embeddings."""
+
+    name: str
+    max_tokens: int
+    vocab_size: int
+    dimensions: int
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, model: EmbeddingModel) -> EmbeddingDescription:
+        return cls(
+            model.name, model.max_tokens, model.vocab_size, model.dimensions, model.tokenizer
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an API process begins with."""
+
+    engine: EngineDescription
+    settings: ServerSettings
+    """Without a model for embeddings."""
+    embedding_model: EmbeddingDescription | None
+
+    def packed(self) -> bytes:
+        return pickle.dumps(self)

@@ -13,10 +13,9 @@ from fastapi import FastAPI
 
 from kvboost.serve.app import create_app
 from kvboost.serve.process import SWITCH_SECONDS, Server, collecting_rarely, log_to_stderr
-from kvboost.serve.remote.descriptions import Start
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.engine import RemoteEmbeddingModel, RemoteEngine
 from kvboost.serve.remote.link import Link
-from kvboost.serve.remote.wire import Lost, Pipe, Ready, Reload, Reloaded, ToApi
 from kvboost.serve.settings import ServerSettings
 
 
@@ -24,7 +23,7 @@ class ApiServer(Server):
     """The server of an API process: it stops when the engine's process says so, or ends."""
 
     def __init__(self, app: FastAPI, link: Link) -> None:
-        super().__init__(app, lambda: link.send(Ready()))
+        super().__init__(app, lambda: link.send(wire.Ready()))
         self._link = link
         self._app = app
 
@@ -37,10 +36,10 @@ class ApiServer(Server):
     def _stop(self) -> None:
         self.should_exit = True
 
-    def _take_settings(self, message: Reload) -> None:
+    def _take_settings(self, message: wire.Reload) -> None:
         settings: ServerSettings = pickle.loads(message.settings)
         taken = self.take_over(lambda: self._app.state.server.reload(settings))
-        self._link.send(Reloaded(message.number, taken))
+        self._link.send(wire.Reloaded(message.number, taken))
 
 
 def main(listening: int, end: int) -> None:
@@ -49,10 +48,10 @@ def main(listening: int, end: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the engine's process
     sys.setswitchinterval(SWITCH_SECONDS)
     log_to_stderr()
-    pipe: Pipe[ToApi] = Pipe(socket.socket(fileno=end), ToApi)
+    pipe: wire.Pipe[wire.ToApi] = wire.Pipe(socket.socket(fileno=end), wire.ToApi)
     try:
-        start: Start = pickle.loads(pipe.receive_bytes())
-    except Lost:
+        start: wire.Start = pickle.loads(pipe.receive_bytes())
+    except wire.Lost:
         sys.exit(1)
     link = Link(pipe)
     engine: Any = RemoteEngine(link, start.engine)

@@ -1,0 +1,192 @@
+"""What a request asks of the engine, and one answer to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kvboost.chat.calls import Part
+from kvboost.chat.parser import AnswerParser
+from kvboost.results import AppliedEdit, GenerationResult
+from kvboost.serve.answers.logprobs import ShownToken, TokenReader
+from kvboost.serve.answers.marks import Kept
+from kvboost.serve.answers.prompts import Prompt
+from kvboost.serve.auth import Place
+from kvboost.serve.errors import internal, shutting_down, timed_out
+from kvboost.serve.schema.generation import Generation
+from kvboost.tokens.hashing import TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from kvboost import AsyncTextStream
+    from kvboost.runtime.streams import AnswerReader
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """A checked request, and what it asks of the engine."""
+
+    body: Generation
+    prompts: Sequence[Prompt]
+    options: dict[str, Any]
+    """Options of the engine, by name."""
+    place: Place
+    format_field: str | None = None
+    """The field that asks for a format."""
+    documents: Sequence[str] = ()
+    """The texts of documents in the prompt."""
+    session: str | None = None
+    """The conversation whose KV is pinned after the answer."""
+    session_ttl: float | None = None
+    kept: Kept = field(default_factory=Kept)
+    """The beginnings of the prompt that are pinned after the answer."""
+    suffix: str | None = None
+    """The text after the answer, which fills in the middle."""
+    applied_edits: Sequence[AppliedEdit] | None = None
+    """The edits that changed the conversation; None if the request asks for none."""
+    notes: Sequence[str] = ()
+    """What the client should know of its request."""
+    size: int = 0
+    """Characters that the prompts have, about."""
+
+    @property
+    def n(self) -> int:
+        """The number of answers to each prompt."""
+        return self.body.n or 1
+
+    @property
+    def mode(self) -> str:
+        mode: str = self.options["mode"]
+        return mode
+
+    @property
+    def adapter(self) -> str | None:
+        return self.options.get("adapter")
+
+    def edits_report(self) -> dict[str, Any]:
+        """The field ``context_management`` of an answer, if the request has one."""
+        if self.applied_edits is None:
+            return {}
+        applied = [edit.as_dict() for edit in self.applied_edits]
+        return {"context_management": {"applied_edits": applied}}
+
+    async def write(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which writes an answer or a large part of one; in a thread if it
+        has log probabilities: each token has up to 20 alternatives to decode."""
+        if any(self.options.get(name) is not None for name in ("logprobs", "prompt_logprobs")):
+            return await asyncio.to_thread(work, *arguments)
+        return work(*arguments)
+
+
+class Choice:
+    """One answer, while it runs and after."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: TokenIds,
+        call: EngineCall,
+        stream: AsyncTextStream,
+        received: float,
+    ) -> None:
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.call = call
+        self._stream = stream
+        self.received = received
+        self.submitted = time.perf_counter()
+        self.parser: AnswerParser | None = None
+        """What splits the answer into content, reasoning and calls of tools."""
+        self._tokens: TokenReader | None = None
+        self._shown = 0
+        self.ended: float | None = None
+        self.notes = list(call.notes)
+        """What the client should know beyond the engine's own notes."""
+
+    @property
+    def result(self) -> GenerationResult:
+        """The result so far."""
+        if self.ended is None:
+            return self._stream.result
+        return self._last_result
+
+    @cached_property
+    def _last_result(self) -> GenerationResult:
+        return self._stream.result
+
+    @property
+    def conversation_ids(self) -> TokenIds:
+        """The prompt and the answer so far."""
+        return np.concatenate([self.prompt_ids, as_token_ids(self.result.token_ids)])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have been generated so far."""
+        return self._stream.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of the prompt and the answer are in place so far."""
+        return self._stream.num_rows
+
+    def read_by(self, reader: AnswerReader) -> None:
+        """Hands the pieces of the answer and its end to ``reader``."""
+        self._stream.read_by(reader)
+
+    @property
+    def ttft_ms(self) -> float:
+        """Milliseconds from the complete body of the request to the first token."""
+        return (self.submitted - self.received) * 1e3 + self.result.ttft_ms
+
+    @property
+    def total_ms(self) -> float:
+        return ((self.ended or time.perf_counter()) - self.received) * 1e3
+
+    def read_tokens(self, reader: TokenReader) -> None:
+        self._tokens = reader
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit has ended the answer."""
+        return self.result.finish_reason == "length"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its pieces are text and nothing else."""
+        return self.parser is None and self._tokens is None
+
+    def tokens_of(self, piece: str) -> list[ShownToken] | None:
+        """The tokens of ``piece``, the next piece of the answer; None unless the request asked for
+        log probabilities."""
+        if self._tokens is None:
+            return None
+        self._shown += len(piece)
+        return self._tokens.take(self.result.logprobs or (), self._shown)
+
+    def parts(self, piece: str) -> list[Part]:
+        """What ``piece``, the next piece of the answer, adds to its parts."""
+        return [Part("content", piece)] if self.parser is None else self.parser.feed(piece)
+
+    def last_parts(self) -> list[Part]:
+        """What was held back when the answer ended."""
+        return [] if self.parser is None else self.parser.finish(cut=self.is_cut)
+
+    def check(self, timeout: float | None) -> None:
+        """Raises ApiError unless the answer ended normally."""
+        match self.result.finish_reason:
+            case "stop" | "length":
+                return
+            case "timeout":
+                raise timed_out(timeout)
+            case "cancelled":  # by the engine: we do not check answers that we cancel
+                raise shutting_down()
+            case _:
+                raise internal()

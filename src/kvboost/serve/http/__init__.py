@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, connections, limits, headers, JSON, threads, the OpenAPI document."""
