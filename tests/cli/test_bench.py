@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import app
+from support.homes import use_home
 from support.tiny import byte_tokenizer, tiny_model
 
 runner = CliRunner()
@@ -26,7 +27,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
 
 
 def run(*arguments: str):

@@ -41,7 +41,7 @@ def client(serve_fake: Callable[..., TestClient]) -> TestClient:
     return serve_fake()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     with open_browser() as opened:
         yield opened
