@@ -13,7 +13,7 @@ from support.healed import SLOPPY, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from support.prompts import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
 from support.tiny import (
-    ROPE_MODELS,
+    KINDS,
     dynamic_model,
     longrope_model,
     make_engine,
@@ -32,7 +32,7 @@ def engine():
         assert made.check_integrity() == []
 
 
-@pytest.mark.parametrize("name", [*ROPE_MODELS, "internvl"])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
     engine = warmed(tiny_engine(name), "verified")
     prompt = prompt_of([3, 1])

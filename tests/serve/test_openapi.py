@@ -41,7 +41,7 @@ SETTINGS = ServerSettings(
 DOCUMENT = create_app(FakeEngine(), SETTINGS).openapi()
 SAMPLED = (
     "/v1/completions|/v1/(responses$|messages|embeddings|rerank)"
-    "|/kvboost/(pins|plan)$|/tokenize|/api/"
+    "|/kvboost/(pins|plan|explain)$|/tokenize|/api/"
 )
 EVERY_FIELD = bool(os.environ.get("KVBOOST_TEST_EVERY_FIELD"))
 REFUSED = (400, 401, 403, 404, 405, 409, 413, 415, 429)

@@ -144,6 +144,11 @@ READING_IMAGES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", *READING_IMAGES)
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
+KINDS = (
+    *("llama", "phi3-window", "gemma3_text", "gemma3n_text", "gemma4_text", "llama4_text"),
+    *("gpt_oss", "smollm3", "glm", "cohere2", "internvl"),
+)
+"""One model of each kind of attention and rotation, for what is the same in every family."""
 
 
 def tiny_config(name: str, **changes: Any) -> Any:
