@@ -96,7 +96,8 @@ def test_sampling_has_the_distribution_of_a_full_prefill(engine) -> None:
         for mode in (BASELINE, "chunk_kv_reuse")
     )
     seen = Counter(
-        engine.generate(prompt, 1, **VERIFIED, **options).token_ids[0] for _ in range(rounds)
+        engine.generate(prompt, 1, seed=seed, **VERIFIED, **options).token_ids[0]
+        for seed in range(rounds)
     )
 
     def chi_squared(expected: torch.Tensor) -> float:
