@@ -14,6 +14,7 @@ if os.environ.get("KVBOOST_TEST_DEVICE", "cpu") == "cpu":
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
@@ -22,6 +23,9 @@ from support.cores import cores_per_worker
 from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
+
+# A command line is the same for all tests; to make it takes as long as most of them.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Imports are as in any program here; processes that tests start may start more quickly.
 os.environ.setdefault("KVBOOST_DEFER_IMPORTS", "1")
@@ -32,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do th
 # A busy machine is no failure. More examples, for an hour to spare: KVBOOST_TEST_EXAMPLES=1000.
 settings.register_profile(
     "kvboost",
-    max_examples=int(os.environ.get("KVBOOST_TEST_EXAMPLES", "30")),
+    max_examples=int(os.environ.get("KVBOOST_TEST_EXAMPLES", "20")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
