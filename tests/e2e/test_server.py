@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from kvboost import KVBoost
 from support.server_process import ServerProcess
 from support.tiny import byte_tokenizer, tiny_model
 
@@ -163,12 +164,6 @@ def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: P
         assert answers == ["length"] * 4
         assert "Traceback" not in server.log
 
-    with (
-        ServerProcess(*options, folder=tmp_path, OMP_NUM_THREADS="1") as server,
-        openai.OpenAI(base_url=server.url, api_key="none") as client,
-    ):
-        again = client.completions.create(model="tiny", prompt=f"{DOCUMENT} 5", max_tokens=1)
-        assert again.usage.prompt_tokens_details.cached_tokens >= len(DOCUMENT) - 32
-        assert again.kvboost["spans"][0]["tier"] == "disk"
-        server.terminate()
-        assert server.wait() == 0
+    with KVBoost.from_pretrained(tmp_path / "tiny", disk_cache_dir=tmp_path / "kv") as engine:
+        again = engine.generate(f"{DOCUMENT} 5", 1)
+        assert again.cached_tokens >= len(DOCUMENT) - 32 and again.spans[0].tier == "disk"
