@@ -11,7 +11,7 @@ from benchmarks import speculation
 from support.tiny import byte_tokenizer, tiny_model
 
 
-def test_it_measures_every_task(tmp_path, monkeypatch, capsys) -> None:
+def test_the_benchmark_measures_every_task(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
     tiny_model("llama", max_position_embeddings=4096).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

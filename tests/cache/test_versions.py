@@ -116,7 +116,7 @@ def numbered(number: int) -> KVChunk:
     return make_chunk(range(number, number + 8))
 
 
-def test_they_take_room_until_it_is_needed_the_oldest_first(tmp_path: Path) -> None:
+def test_chunks_of_another_version_take_room_until_it_is_needed(tmp_path: Path) -> None:
     size = len(codec.encode(numbered(1)))
     before = DiskTier(tmp_path, 10**6)
     for number in range(4):
@@ -134,7 +134,7 @@ def test_they_take_room_until_it_is_needed_the_oldest_first(tmp_path: Path) -> N
     assert tier.nbytes <= tier.max_bytes
 
 
-def test_their_names_are_not_written_over(tmp_path: Path) -> None:
+def test_names_of_chunks_of_another_version_are_not_written_over(tmp_path: Path) -> None:
     DiskTier(tmp_path, 10**6).put(numbered(1))
     (path,) = chunk_files(tmp_path)
     theirs = plant(path, **NEWER).read_bytes()

@@ -49,7 +49,7 @@ def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
     engine.forget_salt("verified")
 
 
-def test_it_computes_the_rows_that_prefix_cache_computes(engine, monkeypatch) -> None:
+def test_verified_answers_compute_the_rows_that_prefix_cache_computes(engine, monkeypatch) -> None:
     prompt = prompt_of([3, 1])
     forward = runner_of(engine)
     run = forward.run
@@ -132,7 +132,7 @@ def test_text_is_released_token_by_token(engine) -> None:
     assert stream.result.generated_tokens == 8
 
 
-def test_it_is_drafted_by_speculation_as_any_exact_answer(engine) -> None:
+def test_a_verified_answer_is_drafted_as_any_exact_answer(engine) -> None:
     prompt = prompt_of([3, 1])
     full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
     engine.generate(prompt, 12, **VERIFIED)

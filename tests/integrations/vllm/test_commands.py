@@ -254,7 +254,7 @@ def test_what_goes_wrong_in_a_search_is_an_answer(start: Any) -> None:
     assert cache.ask(EVERYTHING) == {"error": "ValueError; vLLM's log says more"}
 
 
-def test_so_many_commands_may_wait(start: Any) -> None:
+def test_the_number_of_commands_that_wait_is_limited(start: Any) -> None:
     """Each costs the scheduler time, and anyone may send them."""
     cache = start()
     cache.read(text(1))
