@@ -9,17 +9,14 @@ from typer.testing import CliRunner
 
 from support.live_server import live_server
 from support.load_script import load_example
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import make_engine, save_tiny, tiny_model
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def test_every_pattern_runs_and_its_answers_match(tmp_path, monkeypatch) -> None:
-    tiny_model("llama", max_position_embeddings=16384, num_hidden_layers=2).save_pretrained(
-        tmp_path
-    )
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=16384, num_hidden_layers=2)
     monkeypatch.syspath_prepend(ROOT / "examples")
     options = ["all", "--model", str(tmp_path), "--max-new-tokens", "4"]
     done = CliRunner(env={"COLUMNS": "120"}).invoke(load_example("run").app, options)

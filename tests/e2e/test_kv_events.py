@@ -12,17 +12,14 @@ import pytest
 
 from support.kv_events import Subscriber
 from support.server_process import ServerProcess
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 BLOCK = 32
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    tiny_model("llama", vocab_size=7000, max_position_embeddings=512).save_pretrained(
-        tmp_path / "tiny"
-    )
-    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    save_tiny(tmp_path / "tiny", vocab_size=7000, max_position_embeddings=512)
     arguments = ("-m", str(tmp_path / "tiny"), "--kv-events", f"ipc://{tmp_path}/events")
     arguments += ("--kv-events-block", str(BLOCK))
     with ServerProcess(*arguments, "--kv-events-topic", "kv@e2e@m", folder=tmp_path) as running:

@@ -12,7 +12,7 @@ import pytest
 
 from kvboost import KVBoost
 from support.server_process import ServerProcess
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 MODEL = "smollm2-135m"
 DOCUMENT = (
@@ -132,8 +132,7 @@ def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
 
 
 def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: Path) -> None:
-    tiny_model("llama", max_position_embeddings=8192).save_pretrained(tmp_path / "tiny")
-    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    save_tiny(tmp_path / "tiny", max_position_embeddings=8192)
     options = ("-m", str(tmp_path / "tiny"), "--cache-dir", str(tmp_path / "kv"))
     answers: list[str] = []
     begun = threading.Barrier(5)

@@ -17,8 +17,8 @@ from support.tiny import (
     KINDS,
     OTHER_MODELS,
     any_model,
-    byte_tokenizer,
     make_engine,
+    save_tiny,
     tiny_model,
 )
 
@@ -77,8 +77,7 @@ def test_models_without_rope_are_refused_with_the_reason(name) -> None:
 
 def test_the_text_part_of_a_llama_4_is_loaded(tmp_path) -> None:
     """Folders say ``llama4``, the model that transformers makes of them says ``llama4_text``."""
-    any_model("llama4").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, "llama4")
     with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
         assert engine._model.support.model_type == "llama4_text"
         expected = StockModel(any_model("llama4")).logits([5, 6, 7])[-1].argmax()

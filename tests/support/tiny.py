@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,9 +223,9 @@ def seeing_model(name: str) -> PreTrainedModel:
     return model.eval().to(DEVICE)
 
 
-def any_model(name: str) -> PreTrainedModel:
+def any_model(name: str, **changes: Any) -> PreTrainedModel:
     """The tiny model of an architecture."""
-    return seeing_model(name) if name in SEEING else tiny_model(name)
+    return seeing_model(name) if name in SEEING else tiny_model(name, **changes)
 
 
 @functools.cache
@@ -242,6 +243,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     return fast
+
+
+def save_tiny(folder: Path, name: str = "llama", **changes: Any) -> Path:
+    """Saves a tiny model and its tokenizer in ``folder``."""
+    any_model(name, **changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def tiny_encoder() -> EmbeddingModel:

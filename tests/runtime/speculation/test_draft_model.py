@@ -8,7 +8,7 @@ from kvboost import ConfigError, KVBoost
 from kvboost.runtime.speculation import draft_model
 from support.prompts import words
 from support.scripted_drafts import always_draft
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import byte_tokenizer, make_engine, save_tiny, tiny_model
 
 PROMPT = words(8, 40)
 
@@ -18,8 +18,7 @@ def folder(tmp_path):
     """Saves a tiny model."""
 
     def save(**changes: int) -> str:
-        tiny_model("llama", **changes).save_pretrained(tmp_path)
-        byte_tokenizer().save_pretrained(tmp_path)
+        save_tiny(tmp_path, **changes)
         return str(tmp_path)
 
     return save
