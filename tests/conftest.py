@@ -75,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def engine() -> Iterator[KVBoost]:
     with make_engine(tiny_model("llama")) as made:
         yield made
-        assert made._runtime.store.check_integrity() == []
+        assert made.check_integrity() == []
 
 
 @pytest.fixture

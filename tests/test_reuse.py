@@ -244,7 +244,7 @@ def test_exact_answers_stay_exact_after_any_moved_reuse(data) -> None:
             actual = engine.score(prompt, base.token_ids, EXACT).logits
             assert torch.allclose(expected, actual, atol=1e-3)
             talk = [*prompt, *result.token_ids, *words(70 + step, 8)]
-        assert engine._runtime.store.check_integrity() == []
+        assert engine.check_integrity() == []
 
 
 def test_a_conversation_continues_over_its_own_approximate_rows(engine) -> None:

@@ -80,7 +80,7 @@ def rows_moved(report: ReuseReport) -> int:
 
 
 def integrity(engine: KVBoost) -> list[str]:
-    return engine._runtime.store.check_integrity()
+    return engine.check_integrity()
 
 
 def known_chunks(engine: KVBoost) -> int:

@@ -85,7 +85,7 @@ def test_damaged_files(damage, open_engine, answers, tmp_path, monkeypatch) -> N
         known = {"corrupt", "vanished"}
         # A flipped bit can lie in the format's name, which then is that of another version.
         assert set(disk_faults(engine)) <= known | ({"version"} if damage == "flip" else set())
-        assert engine._runtime.store.check_integrity() == []
+        assert engine.check_integrity() == []
         engine.close()
     assert faults >= (3 if damage == "flip" else 1) and reused > 0
 
@@ -107,4 +107,4 @@ def test_a_clock_that_jumps(open_engine, answers, tmp_path, monkeypatch) -> None
     stats = engine.cache_stats()
     assert stats["tiers"]["disk"]["hits"] > 0 and stats["evicted"] > 0
     assert stats["tiers"]["disk"]["faults"] == {}
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []

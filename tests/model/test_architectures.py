@@ -18,14 +18,10 @@ from support.tiny import (
     OTHER_MODELS,
     any_model,
     make_engine,
+    random_ids,
     save_tiny,
     tiny_model,
 )
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("name", [*KINDS, "bloom"])

@@ -35,6 +35,7 @@ from support.tiny import (
     SEEING,
     any_model,
     make_engine,
+    random_ids,
 )
 
 BASELINE, EXACT, MOVED = GenerationMode
@@ -45,11 +46,6 @@ MECHANISMS = ("cohere2_moe", "minimax_m2", "nanochat", "olmo3")
 two bases."""
 ADAPTED = ("llama", "gemma2", "phi3", "gpt2", "bloom")
 """``tests/model/adapters`` adapts these."""
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (length,), generator=generator).tolist()
 
 
 def test_every_language_model_of_transformers_is_in_one_table() -> None:

@@ -29,18 +29,13 @@ from kvboost.model.segment import Segment
 from kvboost.model.states import StateLost
 from support.adapters import merge, write_adapter
 from support.hybrids import HERE, SEEING_HYBRIDS, hybrid_model, save_seeing
-from support.tiny import byte_tokenizer, make_engine
+from support.tiny import byte_tokenizer, make_engine, random_ids
 
 BASELINE, EXACT, MOVED = GenerationMode
 MECHANISMS = ("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "zaya")
 """Mamba 2, alone and beside attention; Mamba 1; convolutions; a delta rule; states of keys."""
 EVERY = 16
 CLOSE = {"atol": 1e-3, "rtol": 0}
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -280,6 +280,12 @@ def runner_of(engine: KVBoost) -> Any:
         return engine._runtime.backend.forward
 
 
+def random_ids(length: int, seed: int) -> list[int]:
+    """Ids of bytes, without 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 256, (length,), generator=generator).tolist()
+
+
 def dynamic_model() -> PreTrainedModel:
     """Dynamic NTK: beyond the 64 tokens of its config, frequencies depend on the length."""
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}

@@ -134,7 +134,7 @@ def packed(home) -> Iterator[KVBoost]:
     install_tiny(tiny_model("llama", **WIDE).cpu(), home)
     with open_tiny("packed") as engine:
         yield engine
-        assert engine._runtime.store.check_integrity() == []
+        assert engine.check_integrity() == []
 
 
 TEXT = "It was the best of times, it was the worst of times. "
