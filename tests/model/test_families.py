@@ -18,13 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
 from kvboost.model import triton
-from kvboost.model.adapters.adapter import AppliedAdapter
-from kvboost.model.adapters.files import read_adapter
 from kvboost.model.compat import ARCHITECTURES
 from kvboost.model.mixed_kv import make_kv
 from kvboost.model.segment import Segment
 from kvboost.model.unsupported import WHY_NOT
-from support.adapters import merge, write_adapter
+from support.adapters import check_merged
 from support.families import EXPERTS, FAMILIES, HAS_LATENTS, HERE, WINDOW, family_model
 from support.hybrids import HYBRIDS, SEEING_HYBRIDS
 from support.paged_engines import MEMORY, leaks, steps_of, use_pages
@@ -167,15 +165,7 @@ def check_adapters(engine: KVBoost, stock: StockModel, folder: Path) -> None:
         one for one in forward.model.modules() if hasattr(one, "layer_idx") and _linears(one)
     )
     targets = _linears(attention)
-    adapter = forward.load_adapter(
-        read_adapter(write_adapter(folder, forward.model, targets=targets))
-    )
-    ids = random_ids(12, seed=4)
-    with engine._runtime.pool.lend(32) as kv:
-        kv.adapter = AppliedAdapter(adapter)
-        adapted = forward([Segment(kv, torch.tensor(ids), range(12), 12)])
-    merge(stock.model, folder)
-    torch.testing.assert_close(adapted, stock.logits(ids), **CLOSE)
+    check_merged(engine, stock, folder, targets)
 
 
 def _linears(module: nn.Module) -> list[str]:
