@@ -8,7 +8,7 @@ WORKERS ?= 2
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-ray test-frameworks check docs services format peers bench release clean
+.PHONY: help setup demo test coverage test-vllm test-ray test-frameworks check docs services format peers bench release clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -42,6 +42,13 @@ docs: $(READY)  ## the documentation site, into build/site; a broken link is an 
 test: export PYTHONDONTWRITEBYTECODE :=
 test: check docs services  ## check, then every test, in two processes (WORKERS=2)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+coverage: export PYTHONDONTWRITEBYTECODE :=
+coverage: $(READY) services  ## the same tests, and which statements of kvboost they run
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 PEER := $(BIN)/python -c 'import sys; from kvboost.bench.peers import environments as e; \
 	print(e.peer_python(sys.argv[1]))'

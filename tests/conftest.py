@@ -16,6 +16,7 @@ if os.environ.get("KVBOOST_TEST_DEVICE", "cpu") == "cpu":
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
@@ -24,13 +25,16 @@ from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
+# A command line is the same for all tests; to make it takes as long as most of them.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))
 
 # A busy machine is no failure. More examples, for an hour to spare: KVBOOST_TEST_EXAMPLES=1000.
 settings.register_profile(
     "kvboost",
-    max_examples=int(os.environ.get("KVBOOST_TEST_EXAMPLES", "30")),
+    max_examples=int(os.environ.get("KVBOOST_TEST_EXAMPLES", "20")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -69,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def engine() -> Iterator[KVBoost]:
     with make_engine(tiny_model("llama")) as made:
         yield made
-        assert made._runtime.store.check_integrity() == []
+        assert made.check_integrity() == []
 
 
 @pytest.fixture

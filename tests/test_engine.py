@@ -448,7 +448,7 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
         thread.join()
     assert [answers[number] for number in range(12)] == expected
     assert engine.cache_stats()["in_use"] == 0
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 def test_a_small_cache_changes_speed_and_nothing_else() -> None:

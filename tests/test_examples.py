@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from typer.testing import CliRunner
 
 from support.live_server import live_server
 from support.load_script import load_example
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import make_engine, save_tiny, tiny_model
 
 ROOT = Path(__file__).parents[1]
-RUNNER = ROOT / "examples" / "run.py"
 CODE = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_every_pattern_runs_and_its_answers_match(tmp_path) -> None:
-    tiny_model("llama", max_position_embeddings=16384, num_hidden_layers=2).save_pretrained(
-        tmp_path
-    )
-    byte_tokenizer().save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, RUNNER, "all", "--model", tmp_path, "--max-new-tokens", "4"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_pattern_runs_and_its_answers_match(tmp_path, monkeypatch) -> None:
+    save_tiny(tmp_path, max_position_embeddings=16384, num_hidden_layers=2)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    options = ["all", "--model", str(tmp_path), "--max-new-tokens", "4"]
+    done = CliRunner(env={"COLUMNS": "120"}).invoke(load_example("run").app, options)
+    assert done.exit_code == 0, done.output
     patterns = ("chatbot", "rag", "fewshot", "multiturn", "code")
-    assert all(f"\n{name}: " in done.stdout for name in patterns)
+    assert all(f"\n{name}: " in done.output for name in patterns)
     verdict = "5 of 5 answers, compared token by token, are the same"
-    assert done.stdout.count(verdict) == len(patterns)
+    assert done.output.count(verdict) == len(patterns)
 
 
 def test_the_coding_agent_computes_less_than_with_a_prefix_cache(tmp_path, capsys) -> None:

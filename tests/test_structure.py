@@ -76,44 +76,44 @@ WORKERS = SRC / "bench" / "peers" / "workers"
 FILES = sorted(SRC.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_imports_go_downwards(path: Path) -> None:
-    package = package_of(path)
+def test_imports_go_downwards() -> None:
     public = set(kvboost.__all__)
-    for name in imports_of(path):
-        assert name != "relative", "imports are absolute"
-        parts = name.split(".")
-        assert parts[0] != "benchmarks", "a wheel has no benchmarks/"
-        if parts[0] != "kvboost":
-            continue
-        target = "kvboost" if len(parts) == 1 or parts[1] in public else parts[1]
-        allowed = MAY_IMPORT.get(package, set()) | {package}
-        assert target in allowed, f"{package} must not import {name}"
+    for path in FILES:
+        package = package_of(path)
+        for name in imports_of(path):
+            assert name != "relative", f"{path}: imports are absolute"
+            parts = name.split(".")
+            assert parts[0] != "benchmarks", f"{path}: a wheel has no benchmarks/"
+            if parts[0] != "kvboost":
+                continue
+            target = "kvboost" if len(parts) == 1 or parts[1] in public else parts[1]
+            allowed = MAY_IMPORT.get(package, set()) | {package}
+            assert target in allowed, f"{path}: {package} must not import {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_only_the_model_package_imports_transformers(path: Path) -> None:
-    libraries = {name.split(".")[0] for name in imports_of(path)}
-    if package_of(path) != "model" and path.parent != WORKERS:
-        assert "transformers" not in libraries
-    if "llguidance" in libraries:
-        assert path == SRC / "structured" / "library.py"
-    if "ray" in libraries:
-        assert path.parent == SRC / "deploy" / "ray"
-    for place, forbidden in FORBIDDEN_LIBRARIES.items():
-        if str(path.relative_to(SRC)).startswith(place):
-            assert not libraries & forbidden
+def test_only_the_model_package_imports_transformers() -> None:
+    for path in FILES:
+        libraries = {name.split(".")[0] for name in imports_of(path)}
+        if package_of(path) != "model" and path.parent != WORKERS:
+            assert "transformers" not in libraries, path
+        if "llguidance" in libraries:
+            assert path == SRC / "structured" / "library.py"
+        if "ray" in libraries:
+            assert path.parent == SRC / "deploy" / "ray"
+        for place, forbidden in FORBIDDEN_LIBRARIES.items():
+            if str(path.relative_to(SRC)).startswith(place):
+                assert not libraries & forbidden, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_only_its_package_imports_triton(path: Path) -> None:
+def test_only_its_package_imports_triton() -> None:
     """The package works without it."""
-    of_package = {name for name in imports_of(path) if name.startswith("kvboost.model.triton.")}
-    if path.parent == SRC / "model" / "triton":
-        others = {name for name in imports_of(path) if name.startswith("kvboost.")} - of_package
-        assert not others, "kernels know tensors only"
-    else:
-        assert "triton" not in {name.split(".")[0] for name in imports_of(path)}
+    for path in FILES:
+        of_package = {name for name in imports_of(path) if name.startswith("kvboost.model.triton.")}
+        if path.parent == SRC / "model" / "triton":
+            others = {name for name in imports_of(path) if name.startswith("kvboost.")} - of_package
+            assert not others, f"{path}: kernels know tensors only"
+        else:
+            assert "triton" not in {name.split(".")[0] for name in imports_of(path)}, path
 
 
 def test_public_names_are_sorted_and_there() -> None:

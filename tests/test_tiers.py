@@ -12,7 +12,7 @@ import torch
 
 from kvboost import ConfigError, GenerationMode, PinError
 from kvboost.cache.tiers.disk import REFRESH_SECONDS
-from support.tiny import ROPE_MODELS, make_engine, tiny_model
+from support.tiny import KINDS, any_model, make_engine, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 BASELINE = GenerationMode.BASELINE
@@ -86,9 +86,9 @@ def test_precisions_do_not_share(open_engine) -> None:
     assert open_engine(kv_cache_bits=8).generate(TEXT, 1).exact_tokens > 100
 
 
-@pytest.mark.parametrize("name", sorted(ROPE_MODELS))
-def test_eight_bits_are_close_for_every_architecture(name) -> None:
-    with make_engine(tiny_model(name), chunk_size=64, kv_cache_bits=8) as engine:
+@pytest.mark.parametrize("name", KINDS)
+def test_eight_bits_are_close_for_every_kind_of_attention(name) -> None:
+    with make_engine(any_model(name), chunk_size=64, kv_cache_bits=8) as engine:
         prompt = engine.encode(TEXT)
         answer = engine.generate(prompt, 8, BASELINE).token_ids
         full = engine.score(prompt, answer, BASELINE).logits

@@ -15,12 +15,12 @@ from benchmarks.faults import run as faults
 from benchmarks.faults.case import Case, NotHere, expect
 
 FAULTS = [
-    (storage.killed_writers, 2),
+    (storage.killed_writers, 1),
     (storage.read_only_folder, 1),
     (storage.full_disk, 1),
     (storage.killed_redis, 1),
     (calls.forked_child, 2),
-    (calls.interrupted, 4),
+    (calls.interrupted, 2),
     (calls.joins_and_cancels, 20),
 ]
 

@@ -9,12 +9,11 @@ from rich.console import Console
 
 from benchmarks.entries import BENCHMARKS
 from benchmarks.restart import Settings
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 
 def test_the_first_request_of_the_next_process_hits_from_disk(tmp_path: Path) -> None:
-    tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=1024)
     settings = Settings(model=str(tmp_path), tokens=512, dtype="float32")
     report = BENCHMARKS["restart"].perform(settings, Console(quiet=True))
     assert report["tiers"]["disk"] == 512 and report["tiers"]["computed"] < 100

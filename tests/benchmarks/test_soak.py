@@ -12,7 +12,7 @@ from support.tiny import byte_tokenizer, tiny_model
 def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:
     """The command's short form: all kinds of requests over 64 chunks, memory and disk."""
     model = wrap(tiny_model("llama", max_position_embeddings=2048), byte_tokenizer())
-    seen = soak(model, 6.0, tmp_path, least_requests=80)
+    seen = soak(model, 2.0, tmp_path, least_requests=80)
     # So short a run is still filling its pools when it begins to be watched.
     assert [problem for problem in seen.problems if not problem.startswith("memory")] == []
     assert seen.growth < 0.3

@@ -8,13 +8,12 @@ import math
 import pytest
 
 from benchmarks import speculation
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 
-def test_it_measures_every_task(tmp_path, monkeypatch, capsys) -> None:
+def test_the_benchmark_measures_every_task(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
-    tiny_model("llama", max_position_embeddings=4096).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=4096)
     assert all(task(number) for task in speculation.TASKS.values() for number in range(8))
     options = ["--rounds", "1", "--tokens", "6", "--users", "1", "2"]
     speculation.main(["--model", str(tmp_path), *options])

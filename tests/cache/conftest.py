@@ -7,23 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from support.redis_server import MISSING, RedisServer
+from support.redis_server import RedisServer, started_redis
 
-pytest.register_assert_rewrite("remote_stores")  # so that what differs is shown
-
-
-def started(folder: Path) -> Iterator[RedisServer]:
-    if MISSING is not None:
-        pytest.skip(MISSING)
-    made = RedisServer(folder)
-    made.start()
-    yield made
-    made.close()
+pytest.register_assert_rewrite("support.remote_stores")  # so that what differs is shown
 
 
 @pytest.fixture(scope="module")
 def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from started(tmp_path_factory.mktemp("redis"))
+    yield from started_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture
@@ -39,4 +30,4 @@ def server(running_server: RedisServer) -> RedisServer:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
     """One that may be stopped."""
-    yield from started(tmp_path)
+    yield from started_redis(tmp_path)

@@ -62,7 +62,7 @@ def test_a_wrong_chunk_on_disk_is_put_into_quarantine(wrong, open_engine, expect
         assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
     assert (folder / "quarantine" / path.name).exists()
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -75,7 +75,7 @@ def test_a_wrong_chunk_in_a_remote_store_is_deleted_there(wrong, open_engine, ex
         assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["remote"]["faults"] == {"corrupt": 1}
     assert not path.exists() or path.read_bytes() != before  # or written again by then
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 @pytest.mark.parametrize("wrong", ["a layer missing", "broadcastable", "another position"])
@@ -132,7 +132,7 @@ def test_a_bad_header_is_one_fault_and_stops_no_start(header, open_engine, expec
     engine = open_engine()
     assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 @pytest.mark.parametrize("header", BAD_HEADERS)

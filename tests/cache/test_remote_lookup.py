@@ -80,7 +80,7 @@ def rows_moved(report: ReuseReport) -> int:
 
 
 def integrity(engine: KVBoost) -> list[str]:
-    return engine._runtime.store.check_integrity()
+    return engine.check_integrity()
 
 
 def known_chunks(engine: KVBoost) -> int:
@@ -143,7 +143,7 @@ def test_another_salt_secret_or_precision_finds_nothing(open_engine, server, opt
     assert remote(engine)["searches"] == 1 and remote(engine)["found"] == 0
 
 
-def test_it_is_asked_only_when_that_can_help(open_engine) -> None:
+def test_the_remote_store_is_asked_only_when_that_can_help(open_engine) -> None:
     read_once(open_engine)
     engine = open_engine()
     engine.generate(ASKED, 1, GenerationMode.PREFIX_CACHE)

@@ -66,7 +66,7 @@ def test_chunks_of_another_version_are_misses_and_stay(
     assert f"{len(theirs)} chunks in {folder}" in line and "kvboost cache clear" in line
     assert {path: path.read_bytes() for path in theirs} == theirs
     assert not (folder / "quarantine").exists()
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
@@ -93,7 +93,7 @@ def test_a_chunk_that_another_version_writes_meanwhile_is_a_miss(
     assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"].keys() == {"version"}
     assert {path: path.read_bytes() for path in theirs} == theirs
-    assert engine._runtime.store.check_integrity() == []
+    assert engine.check_integrity() == []
 
 
 def test_the_newer_version_finds_its_chunks_again(open_engine, expected, tmp_path) -> None:
@@ -116,7 +116,7 @@ def numbered(number: int) -> KVChunk:
     return make_chunk(range(number, number + 8))
 
 
-def test_they_take_room_until_it_is_needed_the_oldest_first(tmp_path: Path) -> None:
+def test_chunks_of_another_version_take_room_until_it_is_needed(tmp_path: Path) -> None:
     size = len(codec.encode(numbered(1)))
     before = DiskTier(tmp_path, 10**6)
     for number in range(4):
@@ -134,7 +134,7 @@ def test_they_take_room_until_it_is_needed_the_oldest_first(tmp_path: Path) -> N
     assert tier.nbytes <= tier.max_bytes
 
 
-def test_their_names_are_not_written_over(tmp_path: Path) -> None:
+def test_names_of_chunks_of_another_version_are_not_written_over(tmp_path: Path) -> None:
     DiskTier(tmp_path, 10**6).put(numbered(1))
     (path,) = chunk_files(tmp_path)
     theirs = plant(path, **NEWER).read_bytes()

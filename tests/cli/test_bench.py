@@ -11,22 +11,20 @@ from typer.testing import CliRunner
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import app
-from support.tiny import byte_tokenizer, tiny_model
+from support.homes import use_home
+from support.tiny import save_tiny
 
 runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", max_position_embeddings=8192).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return str(path)
+    return str(save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=8192))
 
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
 
 
 def run(*arguments: str):

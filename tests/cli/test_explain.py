@@ -15,7 +15,7 @@ from kvboost.errors import ConfigError
 from kvboost.serve.settings import ApiKey
 from support.homes import use_home
 from support.live_server import live_server
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import make_engine, save_tiny, tiny_model
 
 SYSTEM = "You are an agent.\nIt is 10:21.\nRead before you write, and test after it.\n"
 FILE = "def answer():\n    return 42\n" * 6
@@ -31,10 +31,7 @@ def turns() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", max_position_embeddings=1024).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return str(path)
+    return str(save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=1024))
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def test_options_reach_the_router(started) -> None:
     assert limits.metrics == "off"
 
 
-def test_it_prints_its_address_and_which_server_is_missing(started) -> None:
+def test_the_router_prints_its_address_and_which_server_is_missing(started) -> None:
     done = route(*URLS)
     assert done.stdout.startswith("http://127.0.0.1:") and done.stdout.strip().endswith("/v1")
     assert "routing by content to 2 servers" in done.stderr
@@ -62,7 +62,7 @@ def test_it_prints_its_address_and_which_server_is_missing(started) -> None:
     assert "nothing to choose" in route(URLS[0]).stderr
 
 
-def test_it_says_which_models_are_served_where(tmp_path) -> None:
+def test_the_router_says_which_models_are_served_where(tmp_path) -> None:
     with (
         upstream(models=lists("small", "adapter")) as one,
         upstream(models=lists("org/large")) as other,

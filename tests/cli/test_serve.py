@@ -90,7 +90,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert started["engine"].closed
 
 
-def test_it_prints_its_address_once_and_how_to_try_it(started) -> None:
+def test_serve_prints_its_address_once_and_how_to_try_it(started) -> None:
     done = serve()
     assert done.stdout.startswith("http://127.0.0.1:") and done.stdout.strip().endswith("/v1")
     assert done.stdout.count("http") == 1
@@ -99,7 +99,7 @@ def test_it_prints_its_address_once_and_how_to_try_it(started) -> None:
     assert "warning" not in done.stderr and "Bearer" not in done.stderr
 
 
-def test_it_says_what_it_serves_and_with_what(started) -> None:
+def test_serve_says_what_it_serves_and_with_what(started) -> None:
     (line,) = [line for line in serve().stderr.splitlines() if line.startswith("serving")]
     assert line.startswith("serving fake on cpu in float32; cache: 2GiB in memory; own kernels: ")
     secret = "redis://:secret-word@host"
@@ -113,7 +113,7 @@ def test_defaults_are_those_of_the_engine(started) -> None:
     assert started["engine"].config == kvboost.EngineConfig()
 
 
-def test_it_warns_about_a_public_address_without_keys(started, tmp_path) -> None:
+def test_serve_warns_about_a_public_address_without_keys(started, tmp_path) -> None:
     assert "the server asks for no key" in serve("--host", "0.0.0.0").stderr
     keys = tmp_path / "keys.txt"
     keys.write_text("admin:root:secret-word\n")

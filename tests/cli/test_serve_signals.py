@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 class Serving:

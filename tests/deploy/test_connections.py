@@ -198,7 +198,7 @@ def test_limits_of_whole_answers(run) -> None:
         assert one.gone.wait(120)
 
 
-def test_it_speaks_tls_and_trusts_whom_it_is_told_to(run, tmp_path) -> None:
+def test_the_router_speaks_tls_and_trusts_whom_it_is_told_to(run, tmp_path) -> None:
     authority = trustme.CA()
     both = tmp_path / "both.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(both)

@@ -178,7 +178,7 @@ def test_memory_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
     assert router.known("a").tokens <= 1600
 
 
-def test_it_learns_how_much_an_upstream_keeps() -> None:
+def test_the_router_learns_how_much_an_upstream_keeps() -> None:
     known = Known(200_000)
     for number in range(80):
         known.add(of(text(number)))

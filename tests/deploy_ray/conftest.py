@@ -32,14 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from support.redis_server import MISSING, RedisServer
+    from support.redis_server import started_redis
 
-    if MISSING:
-        pytest.skip(MISSING)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server.url
-    server.close()
+    for server in started_redis(tmp_path_factory.mktemp("redis")):
+        yield server.url
 
 
 @pytest.fixture(scope="session")

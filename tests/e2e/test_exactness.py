@@ -40,12 +40,6 @@ def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(smollm, pa
     smollm.forget_salt(salt)
 
 
-def test_verification_on_real_weights(smollm) -> None:
-    report = smollm.verify_correctness(2)
-    assert report, report.problems
-    assert report.reused_share > 0.5
-
-
 def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype(smollm) -> None:
     """Both are asked for the logits of the same rows, since in float32 the rounding of a row
     depends on how many rows the last matrix product has, on every processor."""
@@ -53,10 +47,10 @@ def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype(smol
     loaded = nullcontext(smollm) if is_default else KVBoost.from_pretrained("smollm2-135m")
     with loaded as engine:
         stock = StockModel.from_pretrained("smollm2-135m")
-        prompt = PATTERNS["code"].shared(engine.encode, 512)
+        prompt = PATTERNS["code"].shared(engine.encode, 256)
         last = engine.score(prompt, [0], GenerationMode.BASELINE).logits
         assert torch.equal(last, stock.logits(prompt, last=1))
-        first, *rest = prompt[:224]
+        first, *rest = prompt[:96]
         every = engine.score([first], [*rest, 0], GenerationMode.BASELINE).logits
         assert torch.equal(every, stock.logits([first, *rest]))
 

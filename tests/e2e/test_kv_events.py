@@ -12,19 +12,22 @@ import pytest
 
 from support.kv_events import Subscriber
 from support.server_process import ServerProcess
+from support.tiny import save_tiny
 
 BLOCK = 32
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    arguments = ("--kv-events", f"ipc://{tmp_path}/events", "--kv-events-block", str(BLOCK))
+    save_tiny(tmp_path / "tiny", vocab_size=7000, max_position_embeddings=512)
+    arguments = ("-m", str(tmp_path / "tiny"), "--kv-events", f"ipc://{tmp_path}/events")
+    arguments += ("--kv-events-block", str(BLOCK))
     with ServerProcess(*arguments, "--kv-events-topic", "kv@e2e@m", folder=tmp_path) as running:
         yield running
 
 
 def read(server: ServerProcess, ids: list[int], **more: object) -> None:
-    body = {"model": "smollm2-135m", "prompt": ids, "max_tokens": 1, **more}
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 1, **more}
     reply = httpx.post(f"{server.url}/completions", json=body, timeout=300)
     assert reply.status_code == 200, reply.text
 

@@ -11,8 +11,8 @@ def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -
     questions = make_questions(1, seed=3, num_passages=4, words_per_passage=60)
     settings = Settings(
         passages=4,
-        passage_tokens=120,
-        answer_tokens=4,
+        passage_tokens=80,
+        answer_tokens=2,
         strategies=("query", "none"),
         ratios=(0.2, 1.0),
         donors=("header",),
@@ -22,17 +22,3 @@ def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -
     assert by_cell["query", 0.2].mean_kl < 0.5 * by_cell["none", 0.0].mean_kl
     assert by_cell["query", 1.0].mean_kl < 1e-6
     assert 0.2 < by_cell["query", 0.2].charged_share < 0.3
-
-
-def test_documents_read_ahead_serve_a_chat_in_any_order(smollm) -> None:
-    question = make_questions(1, seed=4, num_passages=4, words_per_passage=120)[0]
-    documents = [f"{text}\n\n" for text in question.passages]
-    assert smollm.warm(documents, cache_salt="documents") > 4
-    content = "Read this first.\n\n" + "".join(reversed(documents)) + question.question
-    result = smollm.chat(
-        [{"role": "user", "content": content}], 4, cache_salt="documents", reuse_moved="always"
-    )
-    assert result.moved_tokens > 0.8 * result.prompt_tokens
-    assert 0.1 < result.recomputed_tokens / result.moved_tokens <= 0.5
-    assert result.reuse.strategy == "auto"
-    smollm.forget_salt("documents")

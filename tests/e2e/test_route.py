@@ -15,7 +15,7 @@ import pytest
 from support.live_server import wait_for
 from support.passages import text
 from support.server_process import ServerProcess
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 KEYS = {"KVBOOST_API_KEYS": "ann:k-ann,bob:k-bob", "OMP_NUM_THREADS": "1"}
 
@@ -24,8 +24,7 @@ KEYS = {"KVBOOST_API_KEYS": "ann:k-ann,bob:k-bob", "OMP_NUM_THREADS": "1"}
 def folder(tmp_path: Path) -> Path:
     """A model that reads long prompts."""
     model = tmp_path / "tiny"
-    tiny_model("llama", max_position_embeddings=8192).save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
+    save_tiny(model, max_position_embeddings=8192)
     return tmp_path
 
 

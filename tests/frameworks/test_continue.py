@@ -95,7 +95,7 @@ def test_the_command_answers_and_its_instructions_are_read_once(
 
 @needs_packages
 @pytest.mark.parametrize("provider", ["openai", "vllm"])
-def test_its_client_gets_what_it_reads(
+def test_the_client_of_continue_gets_what_it_reads(
     server, knows_every_field, has_run, tmp_path, provider
 ) -> None:
     program = tmp_path / "continue.mjs"

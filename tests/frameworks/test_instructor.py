@@ -10,7 +10,7 @@ from support.questions import Verdict
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
-def test_it_fills_a_model(server, has_run, mode) -> None:
+def test_instructor_fills_a_model(server, has_run, mode) -> None:
     client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=300)
     found = instructor.from_openai(client, mode=mode).chat.completions.create(
         model=server.model,

@@ -32,7 +32,7 @@ EDIT = {
 }
 
 
-def test_it_works_in_steps_and_old_outputs_are_cleared(
+def test_an_agent_works_in_steps_and_old_outputs_are_cleared(
     server, knows_every_field, has_run, tmp_path
 ) -> None:
     """The embedded model is too small for the agent's task. The tool that its configuration puts in

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, save_tiny
 from support.vllm_engines import Engine, Texts, here
 
 WINDOW = 64
@@ -23,8 +23,7 @@ WINDOW = 64
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "max_position_embeddings": 2048}
-    tiny_model("gemma3_text", sliding_window=WINDOW, **sizes).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_tiny(folder, "gemma3_text", sliding_window=WINDOW, **sizes)
     return folder
 
 

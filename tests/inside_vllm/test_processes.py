@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.redis_server import MISSING, RedisServer
+from support.redis_server import RedisServer, started_redis
 
 SMALL = {"max_cache_bytes": 8 << 20}
 """Room for one chunk: whatever else is reused comes from a slow tier."""
@@ -53,12 +53,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if MISSING is not None:
-        pytest.skip(MISSING)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.close()
+    yield from started_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvboost.cache.tiers.remote.tier import RemoteTier
-from support.redis_server import MISSING, RedisServer
+from support.redis_server import RedisServer, started_redis
 from support.vllm_engines import ALWAYS, Engine, Texts
 
 ONE_CHUNK = 8 << 20
@@ -18,12 +18,7 @@ ONE_CHUNK = 8 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if MISSING is not None:
-        pytest.skip(MISSING)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.close()
+    yield from started_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_the_extras_that_it_installs_exist() -> None:
     assert set(extras.split(",")) <= set(defined)
 
 
-def test_it_does_not_run_as_root() -> None:
+def test_the_image_does_not_run_as_root() -> None:
     order = [name for name, _ in steps()]
     assert arguments("USER") == "1000" and order.index("USER") > len(order) - 1 - order[::-1].index(
         "RUN"

@@ -35,7 +35,7 @@ def test_systemd_finds_no_mistake(tmp_path) -> None:
     assert said == []
 
 
-def test_it_runs_a_command_that_parses_and_reloads_by_sighup() -> None:
+def test_the_unit_runs_a_command_that_parses_and_reloads_by_sighup() -> None:
     program, *arguments = service()["ExecStart"].split()
     assert program.endswith("/kvboost")
     file = UNIT.parent / Path(arguments[-1]).name

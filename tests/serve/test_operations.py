@@ -93,7 +93,7 @@ def serial(url: str, trusted: ssl.SSLContext) -> int:
     return int(shown["serialNumber"], 16)
 
 
-def test_it_serves_https_and_takes_a_new_certificate(fake, tmp_path, caplog) -> None:
+def test_a_server_takes_a_new_certificate_for_https(fake, tmp_path, caplog) -> None:
     caplog.set_level("INFO")
     authority = trustme.CA()
     trusted = ssl.create_default_context()

@@ -13,6 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvboost import KVBoost, StockModel
+from kvboost.model.adapters.adapter import AppliedAdapter
+from kvboost.model.adapters.files import read_adapter
+from kvboost.model.execution.segment import Segment
 from support.tiny import DEVICE
 
 QV = ("q_proj", "v_proj")
@@ -69,3 +73,15 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             delta = scale * tensors[name.replace("_A.", "_B.")] @ down
             module.weight += (delta if isinstance(module, nn.Linear) else delta.T).to(DEVICE)
     return model
+
+
+def check_merged(engine: KVBoost, stock: StockModel, folder: Path, targets: Iterable[str]) -> None:
+    """Raises unless an adapter gives what its weights give merged. Changes ``stock``."""
+    forward, ids = engine._model.forward, torch.arange(3, 15)
+    written = write_adapter(folder, forward.model, targets=targets)
+    adapter = forward.load_adapter(read_adapter(written))
+    with engine._runtime.pool.lend(32) as kv:
+        kv.adapter = AppliedAdapter(adapter)
+        adapted = forward([Segment(kv, ids, range(12), 12)])
+    merge(stock.model, folder)
+    torch.testing.assert_close(adapted, stock.logits(ids.tolist()), atol=1e-3, rtol=0)

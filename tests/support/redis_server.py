@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import redis
 
 MISSING = None if shutil.which("redis-server") else "redis-server is not installed: make services"
@@ -58,3 +60,13 @@ class RedisServer:
     def close(self) -> None:
         self.stop()
         self.client.close()
+
+
+def started_redis(folder: Path) -> Iterator[RedisServer]:
+    """For a fixture: a server until the generator is closed. Skips the test if there is none."""
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    server = RedisServer(folder)
+    server.start()
+    yield server
+    server.close()

@@ -9,7 +9,7 @@ from typing import Any
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
 from kvboost.runtime.parallel.runtime import ParallelRuntime, Ranks, load_parallel
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 OPTIONS: dict[str, Any] = {"chunk_size": 16, "reuse_moved": "always"}
 """Moved text is reused however fast the machine is."""
@@ -19,8 +19,7 @@ def save_model(name: str, folder: Path) -> Path:
     """A tiny model of this architecture as a folder; of 512 tokens, so that KV has to grow."""
     place = folder / name
     if not place.exists():
-        tiny_model(name, max_position_embeddings=512).save_pretrained(place)
-        byte_tokenizer().save_pretrained(place)
+        save_tiny(place, name, max_position_embeddings=512)
     return place
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,6 +145,11 @@ READING_IMAGES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", *READING_IMAGES)
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
+KINDS = (
+    *("llama", "phi3-window", "gemma3_text", "gemma3n_text", "gemma4_text", "llama4_text"),
+    *("gpt_oss", "smollm3", "glm", "cohere2", "internvl"),
+)
+"""One model of each kind of attention and rotation, for what is the same in every family."""
 
 
 def tiny_config(name: str, **changes: Any) -> Any:
@@ -217,9 +223,9 @@ def seeing_model(name: str) -> PreTrainedModel:
     return model.eval().to(DEVICE)
 
 
-def any_model(name: str) -> PreTrainedModel:
+def any_model(name: str, **changes: Any) -> PreTrainedModel:
     """The tiny model of an architecture."""
-    return seeing_model(name) if name in SEEING else tiny_model(name)
+    return seeing_model(name) if name in SEEING else tiny_model(name, **changes)
 
 
 @functools.cache
@@ -237,6 +243,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     return fast
+
+
+def save_tiny(folder: Path, name: str = "llama", **changes: Any) -> Path:
+    """Saves a tiny model and its tokenizer in ``folder``."""
+    any_model(name, **changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def tiny_encoder() -> EmbeddingModel:
@@ -265,6 +278,12 @@ def runner_of(engine: KVBoost) -> Any:
     """What runs its segments. Over pages it is made with the first request, or now."""
     with engine._runtime.pool.lend(1):
         return engine._runtime.backend.forward
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    """Ids of bytes, without 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 256, (length,), generator=generator).tolist()
 
 
 def dynamic_model() -> PreTrainedModel:

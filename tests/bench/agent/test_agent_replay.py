@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,20 +13,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvboost.bench.agent import replay
 from kvboost.bench.agent.checks import Check
 from kvboost.bench.agent.replay_report import Replayed, path_problems, replay_figure, show
 from kvboost.bench.agent.settings import Settings
 from kvboost.bench.agent.traced import Prompt, Traced
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
+from kvboost.bench.peers.process import Running
 from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, PREFIX, SYSTEMS
 from kvboost.bench.serve.clients import SOURCES, Answer
 from kvboost.errors import ConfigError
 from support.fake_openai import FakePeer
+from support.live_server import live_server
 from support.passages import text
-from support.tiny import byte_tokenizer, tiny_config
-from support.tiny_server import CONTEXT, TinyPeer
+from support.tiny import byte_tokenizer, make_engine, tiny_config, tiny_model
 
+CONTEXT = 4096
 HEAD, LONG = "You are a coding agent.\n", text("file", 60)
 EDITED = [f"{HEAD}The time is {clock}.\n{LONG}\n" for clock in ("9:59", "10:00 sharp")]
 CLEARED = [f"{HEAD}{text('result', 20)}\n{LONG}\n", f"{HEAD}[cleared]\n{LONG}\nWhat now?"]
@@ -70,11 +76,27 @@ def perform(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], str]:
     return report, shown.getvalue()
 
 
+class Here(Running):
+    """A server in this process, which cannot be frozen alone."""
+
+    def freeze(self) -> None:
+        pass
+
+    thaw = freeze
+
+
+@contextmanager
+def in_this_process(peer: Any, *_: object, **__: object) -> Iterator[Here]:
+    model = tiny_model("llama", max_position_embeddings=CONTEXT)
+    mode = "chunk_kv_reuse" if peer.name == OURS else "prefix_cache"
+    with make_engine(model) as engine, live_server(engine, mode=mode) as server:
+        yield Here(server.url, engine.model_name, os.getpid(), 0.0)
+
+
 def test_real_servers_read_the_recorded_prompts(
     tmp_path: Path, model: str, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SYSTEMS, OURS, TinyPeer(OURS, "chunk_kv_reuse"))
-    monkeypatch.setitem(SYSTEMS, PREFIX, TinyPeer(PREFIX, "prefix_cache"))
+    monkeypatch.setattr(replay, "running", in_this_process)
     report, shown = perform(
         tmp_path,
         model=model,

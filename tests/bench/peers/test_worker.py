@@ -21,7 +21,7 @@ from kvboost.bench.peers.workers import kvboost_here, stock
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress
 from support.fake_worker import fake_engine
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import save_tiny
 
 
 @pytest.fixture
@@ -225,8 +225,7 @@ def test_stock_and_ours_say_what_they_reused(
 ) -> None:
     """In this process; tests/bench/ttft/test_ttft.py asks over the pipe."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=1024)
     setting, vocabulary = prepare(str(tmp_path), threads=1, dtype=torch.float32)
     assert setting.context_length == 1024
     ids = vocabulary.encode("The same text, said by two engines. " * 10)

@@ -49,7 +49,7 @@ from kvboost.errors import ConfigError
 from kvboost.progress import Progress
 from support.fake_worker import fake_engine
 from support.homes import use_home
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import make_engine, save_tiny, tiny_model
 
 
 def encode(text: str) -> list[int]:
@@ -270,8 +270,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict, message: str) -> N
 
 def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_home(monkeypatch, tmp_path)
-    tiny_model("llama", max_position_embeddings=2048).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=2048)
     picture = tmp_path / "ttft.svg"
     few = ("--rounds", "1", "--peer-rounds", "1", "--turns", "2", "--tokens", "256")
     options = ("--quick", *few, "--length", "128", "--plot", str(picture))
@@ -299,8 +298,7 @@ def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_turns_must_fit_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
-    tiny_model("llama", max_position_embeddings=512).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=512)
     with pytest.raises(ConfigError, match="turns=10 do not fit the model's context of 512"):
         settings = Settings(model=str(tmp_path))
         run(settings, Bench(Console(quiet=True), settings))

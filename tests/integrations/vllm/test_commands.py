@@ -29,7 +29,7 @@ from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally
 from kvboost.tokens.hashing import TokenIds
 from support.planting import OTHER_VERSIONS, chunk_files, plant
-from support.redis_server import MISSING, RedisServer
+from support.redis_server import RedisServer, started_redis
 
 ASKED = RequestOptions("repaired", 0.15)
 STATS, EVERYTHING = Command("stats"), Command("forget")
@@ -72,12 +72,7 @@ class Cache:
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if MISSING is not None:
-        pytest.skip(MISSING)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.close()
+    yield from started_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture
@@ -254,7 +249,7 @@ def test_what_goes_wrong_in_a_search_is_an_answer(start: Any) -> None:
     assert cache.ask(EVERYTHING) == {"error": "ValueError; vLLM's log says more"}
 
 
-def test_so_many_commands_may_wait(start: Any) -> None:
+def test_the_number_of_commands_that_wait_is_limited(start: Any) -> None:
     """Each costs the scheduler time, and anyone may send them."""
     cache = start()
     cache.read(text(1))

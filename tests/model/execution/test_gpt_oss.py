@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvboost import KVBoost, StockModel
 from kvboost.model.native import is_available
 from kvboost.model.native.kernels import Kernels
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import make_engine, save_tiny, tiny_model
 
 IDS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -60,8 +60,7 @@ def test_rounding_to_16_bits_does_not_look_like_positions() -> None:
 
 
 def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
-    tiny_model("gpt_oss", num_hidden_layers=1).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, "gpt_oss", num_hidden_layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -21,26 +21,19 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.errors import ModelError
-from kvboost.model.adapters.adapter import AppliedAdapter
-from kvboost.model.adapters.files import read_adapter
 from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.model.execution.segment import Segment
 from kvboost.model.execution.states import StateLost
 from kvboost.model.loading.load import wrap
-from support.adapters import merge, write_adapter
+from support.adapters import check_merged
 from support.hybrids import HERE, SEEING_HYBRIDS, hybrid_model, save_seeing
-from support.tiny import byte_tokenizer, make_engine
+from support.tiny import byte_tokenizer, make_engine, random_ids
 
 BASELINE, EXACT, MOVED = GenerationMode
 MECHANISMS = ("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "zaya")
 """Mamba 2, alone and beside attention; Mamba 1; convolutions; a delta rule; states of keys."""
 EVERY = 16
 CLOSE = {"atol": 1e-3, "rtol": 0}
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -107,19 +100,8 @@ def check_batch(engine: KVBoost, stock: StockModel) -> None:
 
 def check_adapters(engine: KVBoost, stock: StockModel, folder: Path) -> None:
     """An adapter of all projections of attention equals the same adapter merged by hand."""
-    forward = engine._model.forward
-    targets = ["q_proj", "k_proj", "v_proj"]
-    if forward.model.config.model_type.startswith("zamba"):
-        return  # its layers have weights together
-    adapter = forward.load_adapter(
-        read_adapter(write_adapter(folder, forward.model, targets=targets))
-    )
-    ids = random_ids(12, seed=4)
-    with engine._runtime.pool.lend(32) as kv:
-        kv.adapter = AppliedAdapter(adapter)
-        adapted = forward([Segment(kv, torch.tensor(ids), range(12), 12)])
-    merge(stock.model, folder)
-    torch.testing.assert_close(adapted, stock.logits(ids), **CLOSE)
+    if not stock.model.config.model_type.startswith("zamba"):  # its layers have weights together
+        check_merged(engine, stock, folder, ["q_proj", "k_proj", "v_proj"])
 
 
 @pytest.mark.parametrize("name", sorted(SEEING_HYBRIDS))

@@ -25,16 +25,13 @@ from kvboost import (
 from kvboost.checks.doctor import examine
 from kvboost.model.loading import load as loading
 from kvboost.model.loading.device import pick_device, pick_dtype, slow_dtype
-from support.tiny import byte_tokenizer, tiny_model
+from support.tiny import byte_tokenizer, save_tiny, tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model folder as a hub would give it."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

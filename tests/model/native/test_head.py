@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("n", [4, 32, 101])
-def test_it_multiplies_as_torch_does(n: int) -> None:
+def test_the_head_multiplies_as_torch_does(n: int) -> None:
     weight = torch.randn(n, 48)
     for count in (1, 2, 3, 4, 5, 6, 7, 13):
         rows = torch.randn(count, 48)
@@ -37,7 +37,7 @@ def test_a_row_is_the_same_alone_and_beside_others() -> None:
     assert torch.equal(together, alone)
 
 
-def test_it_runs_few_rows_of_our_forwards_only(monkeypatch) -> None:
+def test_the_head_runs_few_rows_of_our_forwards_only(monkeypatch) -> None:
     model = tiny_model("llama", hidden_size=64, head_dim=32, intermediate_size=96)
     forward = Forward(model, packed=True, fast_layers=pack_layers(model))
     assert isinstance(model.lm_head.forward, Head)

@@ -12,7 +12,15 @@ from kvboost import KVBoost, StockModel
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.paged.graphs import Function, GraphCapture
 from support.paged_engines import leaks, steps_of
-from support.tiny import ALL_MODELS, DEVICE, OTHER_MODELS, dynamic_model, make_engine, tiny_model
+from support.tiny import (
+    ALL_MODELS,
+    DEVICE,
+    OTHER_MODELS,
+    dynamic_model,
+    make_engine,
+    random_ids,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 
@@ -23,11 +31,6 @@ NAMES = [name for name in PAGED if name not in BUFFERED]
 EAGER = {"mixtral", "glm4_moe"}
 """Models that choose their experts on the host cannot be captured."""
 TOKENS = 8
-
-
-def random_ids(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
 def engine_of(name: str, graphs: str, **config: Any) -> KVBoost:

@@ -27,8 +27,6 @@ HEADER = "Some words before it. "
 QUESTION = "What do they shine for?"
 MODELS = {
     "llama": 1,
-    "qwen2": 1,
-    "qwen3": 1,
     "mixtral": 1,
     "gemma2": 1,
     "phi3": 2,  # transformers' plan gives every rank all heads of the attention

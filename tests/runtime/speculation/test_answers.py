@@ -86,7 +86,7 @@ def test_tokens_are_those_without_drafts(name: str, tiny_engine, monkeypatch) ->
         {"logprobs": 2, "top_p": 0.9, "seed": 5},
     ],
 )
-def test_so_they_are_with_every_way_to_pick_them(engine, monkeypatch, options) -> None:
+def test_drafts_change_no_token_however_it_is_picked(engine, monkeypatch, options) -> None:
     check(engine, monkeypatch, ignore_eos=True, **options)
 
 

@@ -8,7 +8,7 @@ from kvboost import ConfigError, KVBoost
 from kvboost.runtime.speculation import draft_model
 from support.prompts import words
 from support.scripted_drafts import always_draft
-from support.tiny import byte_tokenizer, make_engine, tiny_model
+from support.tiny import byte_tokenizer, make_engine, save_tiny, tiny_model
 
 PROMPT = words(8, 40)
 
@@ -18,8 +18,7 @@ def folder(tmp_path):
     """Saves a tiny model."""
 
     def save(**changes: int) -> str:
-        tiny_model("llama", **changes).save_pretrained(tmp_path)
-        byte_tokenizer().save_pretrained(tmp_path)
+        save_tiny(tmp_path, **changes)
         return str(tmp_path)
 
     return save
@@ -62,13 +61,13 @@ def test_a_model_that_thinks_otherwise_drafts_for_nothing(folder, monkeypatch) -
         assert all(one.accepted_tokens < one.drafted_tokens for one in drafted)
 
 
-def test_it_drafts_for_a_model_whose_layers_differ(folder) -> None:
+def test_a_draft_model_drafts_for_a_model_whose_layers_differ(folder) -> None:
     with make_engine(tiny_model("gemma4_text"), speculate=3, draft_model=folder()) as engine:
         plain = engine.generate(PROMPT, 16, ignore_eos=True, speculate="off")
         assert engine.generate(PROMPT, 16, ignore_eos=True).token_ids == plain.token_ids
 
 
-def test_it_must_have_the_same_tokens(folder) -> None:
+def test_a_draft_model_must_have_the_same_tokens(folder) -> None:
     tokenizer = byte_tokenizer()
     path = folder()
     other = type(tokenizer).from_pretrained(path)
@@ -78,7 +77,7 @@ def test_it_must_have_the_same_tokens(folder) -> None:
         make_engine(tiny_model("llama"), speculate="auto", draft_model=path)
 
 
-def test_it_is_not_loaded_where_nothing_is_drafted() -> None:
+def test_a_draft_model_is_not_loaded_where_nothing_is_drafted() -> None:
     with make_engine(tiny_model("llama"), draft_model="/nowhere") as engine:
         assert engine.generate(PROMPT, 4).drafted_tokens == 0
 

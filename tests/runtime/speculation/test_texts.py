@@ -34,7 +34,7 @@ def test_a_longer_text_replaces_its_beginning() -> None:
     assert kept(found, ANNA) == [[1, 2, 3], [7]]
 
 
-def test_they_are_few(monkeypatch) -> None:
+def test_the_texts_of_a_tenant_are_few(monkeypatch) -> None:
     found = TenantTexts()
     for number in range(2 * MOST_TEXTS):
         found.add(ANNA, ids(number), 0)

@@ -202,7 +202,7 @@ def test_without_an_engine_every_call_ends_with_an_error(engine) -> None:
     wait_for(lambda: engine.serving_stats()["running"] == 0)
 
 
-def test_it_has_all_that_the_server_uses_of_an_engine(engine) -> None:
+def test_a_remote_engine_has_all_that_the_server_uses_of_one(engine) -> None:
     folder = Path(kvboost.serve.__file__).parent
     used = {
         name

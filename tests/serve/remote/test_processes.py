@@ -21,7 +21,7 @@ from kvboost.serve.remote import processes
 from kvboost.serve.settings import ServerSettings
 from support.live_server import LiveServer, live_server, wait_for
 from support.server_process import ServerProcess
-from support.tiny import EOS, byte_tokenizer, make_engine, tiny_model
+from support.tiny import EOS, make_engine, save_tiny, tiny_model
 
 NO_END = {str(EOS): -100}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -87,10 +87,7 @@ CHANGING = ("id", "created", "kvboost", "prompt_tokens_details", "request_id")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("apart") / "tiny"
-    tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("apart") / "tiny", max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def breaker(clock: Clock) -> Breaker:
     return Breaker(clock=clock)
 
 
-def test_it_opens_only_after_consecutive_failures(breaker: Breaker) -> None:
+def test_a_breaker_opens_only_after_consecutive_failures(breaker: Breaker) -> None:
     for succeeds in (False, False, True, False, False):
         assert call(breaker, succeeds)
     assert breaker.state == "closed"
