@@ -60,6 +60,8 @@ def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Pool:
     """vLLM's prefix cache: pages by their hashes."""
 
+    enable_caching = True
+
     def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
 

@@ -55,6 +55,13 @@ class ChunkData:
         with self._lock:
             self._residency.order_new()
 
+    def refuse(self, keys: Sequence[ChunkKey]) -> None:
+        """Counts chunks as gone that could not be made."""
+        with self._lock:
+            self._residency.drop(keys)
+            for key in keys:
+                self.on_gone(key)
+
     def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks if all are in the fastest tier: nothing is copied. None otherwise."""
         chunks = self._transfers.at_hand(planned)

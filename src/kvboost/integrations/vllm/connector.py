@@ -113,6 +113,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
+        if not gpu_block_pool.enable_caching:  # pages without names could not be found later
+            self._later = Later(self._page, self._tally.put_off, is_on=False)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -251,6 +253,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if not served.is_kept or served.asked.mode == "off" or not self._serves(request):
             return
+        if 0 in block_ids:  # the null page: vLLM has freed rows outside of a window
+            return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
         exact_rows, exact_pages = num_rows, num_rows // self._page
@@ -262,7 +266,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         ids, asked, salt = served.token_ids, served.asked, served.salt
         pages = tuple(block_ids)
         ended = Ended(request, ids, asked, salt, pages, exact_rows, exact_pages)
-        if not self._later.puts_off(ended, len(self._served)):
+        adapted = request.lora_request is not None  # whose name alone names vLLM's pages
+        if adapted or not self._later.puts_off(ended, len(self._served)):
             self._ended.append(ended)
 
     def _finish_ended(self) -> None:

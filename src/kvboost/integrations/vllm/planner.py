@@ -28,6 +28,7 @@ from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.cost import WORTHWHILE_RATIO, CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
+from kvboost.reuse.repair import PROBE_BAND
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 
@@ -246,7 +247,7 @@ class Planner:
         if repair.strategy != "auto" or repair.reuse_moved == "always":
             return True
         rows, forward = total - local, self._cost.forward
-        moving = 2 * forward(LIVE_TOKENS, total)
+        moving = (1 + PROBE_BAND[1]) * forward(LIVE_TOKENS, total)
         moving += LOAD_SECONDS if self._cost.is_measured else 0.0
         return moving < WORTHWHILE_RATIO * forward(rows, (local + total) // 2)
 

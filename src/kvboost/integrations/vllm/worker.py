@@ -215,7 +215,7 @@ class Worker:
             report.recomputed, repairer.recomputed = repairer.recomputed, {}
             report.measured, repairer.measured = repairer.measured, []
         if self._pages is not None:
-            report.gone = set(self._data.take_gone())
+            report.gone.update(self._data.take_gone())
             if (tiers := self._data.stats()) != self._tiers:
                 self._tiers = tiers
                 report.tiers = {self._config.parallel_config.rank: tiers}
@@ -361,18 +361,23 @@ class Worker:
             for infos in _batches(keep.infos, COPIED_ROWS)
         ]
 
-    def _put(self, taken: Sequence[Taken], ready: torch.cuda.Event | None) -> None:
-        """Runs in our thread."""
+    def _put(self, taken: list[Taken], ready: torch.cuda.Event | None) -> None:
+        """Runs in our thread. Empties ``taken``, so that rows are freed one after the other."""
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 ready.wait()
-            for infos, rows_of in taken:
-                chunks = [
-                    _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
-                ]
-                if self._stream is not None:
-                    self._stream.synchronize()  # from now on they may be read on another stream
-                self._data.put(chunks)
+            while taken:
+                infos, rows_of = taken.pop(0)
+                try:
+                    chunks = [
+                        _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
+                    ]
+                    if self._stream is not None:
+                        self._stream.synchronize()  # from now on another stream may read them
+                    self._data.put(chunks)
+                except (MemoryError, RuntimeError) as error:  # of memory on a GPU, too
+                    logger.warning("KVBoost keeps less of a request: %s", error)
+                    self._data.refuse([info.key for info in infos])
 
 
 def _chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
@@ -391,7 +396,11 @@ def _take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
         spans += [(before + info.base_position, info.num_tokens) for info in keep.infos]
         table += keep.pages[pages]
     rows = iter(kernels.take_rows(spans, table))
-    return [(keep.infos, partial(list, [next(rows) for _ in keep.infos])) for keep in keeps]
+    return [
+        (infos, partial(list, [next(rows) for _ in infos]))
+        for keep in keeps
+        for infos in _batches(keep.infos, COPIED_ROWS)
+    ]
 
 
 def _copied(pages: Pages, table: Sequence[int], infos: Sequence[ChunkInfo]) -> torch.Tensor:

@@ -14,6 +14,9 @@ from transformers.integrations import moe
 from kvboost.model import triton
 
 NAME = "kvboost"
+OWN = "_kvboost_own_experts"
+"""An attribute of a module with experts: the implementation that its model has without us. It is
+there so that every engine of the model finds it."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -21,27 +24,32 @@ class Experts:
     """The experts of a model, as ``bind`` leaves them to our kernels."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._own: str | None = None
+        parts = [part for part in model.modules() if hasattr(part, "is_transposed")]
+        self.are_known = bool(parts) and all(map(_is_plain, parts))
+        # The first of those that share a configuration.
+        self._parts = list({id(part.config): part for part in reversed(parts)}.values())
 
     @classmethod
     def of(cls, model: Any) -> Experts | None:
-        """None if the model has none, or is not where our kernels run."""
+        """None if the model has none that our kernels know, or is not where they run."""
         if model.device.type != "cuda" or not triton.is_available():
             return None
-        if not any(hasattr(part, "is_transposed") for part in model.modules()):
+        experts = cls(model)
+        if not experts.are_known:
             return None
         moe.ALL_EXPERTS_FUNCTIONS.register(NAME, mixed)
-        return cls(model)
+        return experts
 
     def bind(self) -> None:
-        if (own := self._model.config._experts_implementation) != NAME:
-            self._own = own
-            self._use(NAME)
+        for part in self._parts:
+            if (own := part.config._experts_implementation) != NAME:
+                setattr(part, OWN, own)
+                part.config._experts_implementation_internal = NAME  # of no other part
 
     def release(self) -> None:
-        if self._model.config._experts_implementation == NAME:
-            self._use(self._own)
+        for part in self._parts:
+            if part.config._experts_implementation == NAME:
+                part.config._experts_implementation_internal = vars(part).pop(OWN)
 
     @contextmanager
     def as_stock(self) -> Iterator[None]:
@@ -52,15 +60,12 @@ class Experts:
         finally:
             self.bind()
 
-    def _use(self, name: str | None) -> None:
-        self._model.config._experts_implementation = name
-
 
 def mixed(
     module: Any, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """What the experts in ``module`` give for ``rows``, as transformers asks for it. Experts of a
-    kind that our kernels do not know run as they would without us."""
+    """The output of the experts in ``module`` for ``rows``, as transformers asks for it. What our
+    kernels do not know goes through transformers' usual products."""
     gate = _gate_of(module)
     if gate is None or not _is_known(module, rows):
         return moe.grouped_mm_experts_forward(module, rows, chosen, shares)
@@ -77,13 +82,18 @@ def mixed(
 
 
 def _is_known(module: Any, rows: torch.Tensor) -> bool:
+    """Our kernels compute no gradients."""
+    plain = _is_plain(module) and not torch.is_grad_enabled()
+    return plain and module.gate_up_proj.dtype == module.down_proj.dtype == rows.dtype
+
+
+def _is_plain(module: Any) -> bool:
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     return (
-        rows.dtype in DTYPES
-        and module.has_gate
+        module.has_gate
         and not getattr(module, "has_post_expert_norm", False)
         and not getattr(module, "_is_expert_parallel", False)
-        and all(type(each) is nn.Parameter and each.dtype == rows.dtype for each in weights)
+        and all(type(each) is nn.Parameter and each.dtype in DTYPES for each in weights)
     )
 
 

@@ -340,12 +340,6 @@ class Forward:
         return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
-        if self._experts is not None and self._runs_as_stock(segments):
-            with self._experts.as_stock():
-                return self._run_with_our_attention(segments)
-        return self._run_with_our_attention(segments)
-
-    def _run_with_our_attention(self, segments: Sequence[Segment]) -> torch.Tensor:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 
@@ -369,6 +363,11 @@ class Forward:
         if len(segments) > 1 or not first.as_stock:
             return False
         return self.shape.dtype == torch.float32 or (first.is_plain and first.first == 0)
+
+    def _experts_for(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
+        if self._experts is None or not self._runs_as_stock(segments):
+            return nullcontext()
+        return self._experts.as_stock()
 
     def _run_unpacked(self, segment: Segment) -> torch.Tensor:
         """One segment through the model's own attention, after what came before it."""
@@ -405,7 +404,11 @@ class Forward:
             kwargs["logits_to_keep"] = wanted
         self._depth += 1
         try:
-            with self._hooks.applied(segments), self._deep_features(images):
+            with (
+                self._experts_for(segments),
+                self._hooks.applied(segments),
+                self._deep_features(images),
+            ):
                 logits = self.model(past_key_values=cache, use_cache=True, **kwargs).logits[0]
         finally:
             self._depth -= 1
