@@ -40,14 +40,16 @@ def ask(
     button: str = "Ask",
     continues: bool = False,
 ) -> None:
-    """Asks in the form, in a new conversation unless it ``continues``, and waits for the answer."""
+    """Asks in the form, in a new conversation unless it ``continues``, and waits for the answer.
+    Buttons are pressed by the keyboard: one that moves between a mouse's press and its release is
+    not clicked, and the page moves while it shows what arrives."""
     open_settings(page)
     if not continues and page.locator("#new").is_visible():
-        page.get_by_role("button", name="New", exact=True).click()
+        page.get_by_role("button", name="New", exact=True).press("Enter")
     page.get_by_label("Documents").fill(documents)
     page.get_by_label("Your question").fill(question)
     page.get_by_label("Max tokens").fill(str(max_tokens))
-    page.get_by_role("button", name=button, exact=True).click()
+    page.get_by_role("button", name=button, exact=True).press("Enter")
     answered(page)
     error = page.locator("#ask-error")
     assert not error.is_visible(), error.inner_text()
