@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
 from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.config import EngineConfig
+from kvboost.errors import AdapterError, PinError
 from kvboost.model.loading.load import LoadedModel
 from kvboost.progress import Progress
 from kvboost.results import kl_divergence
@@ -28,6 +32,9 @@ CHECKED = 0.1
 """This share of the requests is also answered by full prefill."""
 LEAVES = 0.1
 """This share of the streams is left early."""
+STEADY, REPLACED = "steady", "replaced"
+"""Two adapters: one stays as it is, and the other is replaced or loaded anew while requests run, so
+no answer of it is compared."""
 MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.CHUNK_KV_REUSE)
 MOST_GROWTH = 0.03
 """More growth of memory than this is a problem."""
@@ -56,6 +63,8 @@ class Soak:
     evicted: int = 0
     promoted: int = 0
     demoted: int = 0
+    done: dict[str, int] = field(default_factory=dict)
+    """How often something else than a request was done, by its name."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -65,6 +74,9 @@ class Soak:
     @property
     def reused_share(self) -> float:
         return self.reused_tokens / max(1, self.prompt_tokens)
+
+    def note(self, name: str) -> None:
+        self.done[name] = self.done.get(name, 0) + 1
 
     def count(self, result: GenerationResult) -> None:
         self.requests += 1
@@ -82,8 +94,9 @@ def soak(
     least_requests: int = 0,
 ) -> Soak:
     """Sends requests of all kinds for ``seconds``: chats that grow, documents in new orders, long
-    and short prompts, streams that end early, salts, forgetting and clearing; at least
-    ``least_requests`` of them. After each, ``on_seconds`` is given the time since the last."""
+    and short prompts, streams that end early, salts, adapters, pins, and adapters that are loaded
+    anew, forgetting and clearing between them; at least ``least_requests`` of them. After each,
+    ``on_seconds`` is given the time since the last."""
     seen = Soak()
     chunk_bytes = _chunk_bytes(model)
     engine = KVBoost(
@@ -91,6 +104,7 @@ def soak(
         EngineConfig(
             max_chunks=CHUNKS,
             max_cache_bytes=CHUNKS * chunk_bytes,
+            max_pinned_bytes=CHUNKS * chunk_bytes // 4,
             disk_cache_dir=folder,
             disk_cache_bytes=3 * CHUNKS * (chunk_bytes + 16_384),
             reuse_moved="always",
@@ -100,7 +114,7 @@ def soak(
     )
     if engine.device.type == "cuda":  # graphs that are recorded later would look like a leak
         engine.rehearse()
-    traffic = _Traffic(engine, seed=0)
+    traffic = _Traffic(engine, _write_adapters(folder, model), seed=0)
     memory: list[float] = []
     start, shown = time.monotonic(), 0.0
 
@@ -128,6 +142,8 @@ def soak(
             f"memory grew from {seen.levels_mb[0]:.0f} to {max(seen.levels_mb):.0f} MB "
             f"({seen.growth:.1%}; the limit is {MOST_GROWTH:.0%})"
         )
+    for pin in engine.pins():
+        engine.drop_pin(pin.name)
     engine.flush()
     seen.problems += engine.check_integrity()
     stats = engine.cache_stats()
@@ -155,9 +171,13 @@ async def _serve(traffic: _Traffic, users: int, seen: Soak, goes_on: Callable[[]
 class _Traffic:
     """Requests of all kinds, the same for the same seed."""
 
-    def __init__(self, engine: KVBoost, seed: int) -> None:
+    def __init__(self, engine: KVBoost, adapters: Sequence[Path], seed: int) -> None:
         self._engine = engine
         self._random = random.Random(seed)
+        self._adapters = adapters
+        self._replacing = threading.Lock()
+        engine.load_adapter(STEADY, adapters[0])
+        engine.load_adapter(REPLACED, adapters[1])
         encode = fragments(engine.encode)
         limit = (engine.context_length or 4096) - 128
         length = min(256, limit // 8)
@@ -168,56 +188,94 @@ class _Traffic:
         self._chats: list[list[int]] = []
 
     def next_request(self, seen: Soak) -> Iterator[GenerationResult]:
-        """Sends one, or forgets something."""
+        """Sends one, or does something else."""
         rng, engine = self._random, self._engine
-        if self._forgets():
+        if (work := self._other_work(seen)) is not None:
+            work()
             return
-        prompt, salt = self._prompt(), self._salt()
+        prompt, options = self._prompt(), self._options()
         if rng.random() < LEAVES:
-            with engine.stream(prompt, 8, cache_salt=salt) as stream:
+            with engine.stream(prompt, 8, **options) as stream:
                 next(stream, None)
             yield stream.result
             return
         mode = rng.choice(MODES)
-        yield engine.generate(prompt, 4, mode, cache_salt=salt)
-        if mode is GenerationMode.PREFIX_CACHE and rng.random() < CHECKED:
-            self._compare(prompt, salt, seen)
+        yield engine.generate(prompt, 4, mode, **options)
+        if self._is_compared(mode, options):
+            self._compare(prompt, options, seen)
 
     async def send(self, seen: Soak) -> None:
         """As ``next_request``, beside others."""
         rng, engine = self._random, self._engine
-        if self._forgets():
+        if (work := self._other_work(seen)) is not None:
+            await asyncio.to_thread(work)
             return
-        prompt, salt, mode = self._prompt(), self._salt(), rng.choice(MODES)
+        prompt, options, mode = self._prompt(), self._options(), rng.choice(MODES)
         leaves = rng.random() < LEAVES
         tokens = rng.randrange(4, 64)
-        async with engine.astream(prompt, tokens, mode, cache_salt=salt) as stream:
+        try:
+            stream = engine.astream(prompt, tokens, mode, **options)
+        except AdapterError:  # it is being loaded anew
+            assert options["adapter"] == REPLACED
+            seen.note("adapter was away")
+            return
+        async with stream:
             async for _ in stream:
                 if leaves:
                     break
         seen.count(stream.result)
-        if mode is GenerationMode.PREFIX_CACHE and rng.random() < CHECKED:
-            await asyncio.to_thread(self._compare, prompt, salt, seen)
+        if self._is_compared(mode, options):
+            await asyncio.to_thread(self._compare, prompt, options, seen)
 
-    def _forgets(self) -> bool:
-        """Whether something was forgotten instead of a request."""
+    def _other_work(self, seen: Soak) -> Callable[[], object] | None:
+        """What is done instead of a request, if anything."""
         rng, engine = self._random, self._engine
-        kind = rng.random()
-        if kind < 0.02:
-            engine.forget_salt(f"tenant-{rng.randrange(3)}")
-        elif kind < 0.03:
-            engine.forget(rng.choice(self._documents))
-        elif kind < 0.032:
-            engine.clear()
-        return kind < 0.032
+        document, salt = rng.choice(self._documents), f"tenant-{rng.randrange(3)}"
+        ttl, chosen, place = rng.choice([None, 1.0]), rng.choice(self._adapters), rng.random()
+        kinds: list[tuple[float, str, Callable[[], object]]] = [
+            (0.020, "forget_salt", lambda: engine.forget_salt(salt)),
+            (0.010, "forget", lambda: engine.forget(document)),
+            (0.002, "clear", engine.clear),
+            (0.020, "pin", lambda: self._pin(document, ttl, seen)),
+            (0.010, "unpin", lambda: engine.unpin(document)),
+            (0.005, "load_adapter", lambda: self._replace(chosen, in_place=True)),
+            (0.002, "unload_adapter", lambda: self._replace(chosen, in_place=False)),
+        ]
+        for share, name, work in kinds:
+            if place < share:
+                seen.note(name)
+                return work
+            place -= share
+        return None
 
-    def _salt(self) -> str:
-        return self._random.choice(["", "", f"tenant-{self._random.randrange(3)}"])
+    def _pin(self, document: list[int], ttl: float | None, seen: Soak) -> None:
+        try:
+            self._engine.pin(document, ttl=ttl)
+        except PinError:  # the budget is small, so that this happens too
+            seen.note("no room to pin")
 
-    def _compare(self, prompt: list[int], salt: str, seen: Soak) -> None:
+    def _replace(self, folder: Path, *, in_place: bool) -> None:
+        with self._replacing:
+            if not in_place:
+                self._engine.unload_adapter(REPLACED)
+            self._engine.load_adapter(REPLACED, folder, in_place=in_place)
+
+    def _options(self) -> dict[str, Any]:
+        rng = self._random
+        return {
+            "cache_salt": rng.choice(["", "", f"tenant-{rng.randrange(3)}"]),
+            "adapter": rng.choice([None] * 6 + [STEADY, REPLACED]),
+        }
+
+    def _is_compared(self, mode: GenerationMode, options: dict[str, Any]) -> bool:
+        known = mode is GenerationMode.PREFIX_CACHE and options["adapter"] != REPLACED
+        return known and self._random.random() < CHECKED
+
+    def _compare(self, prompt: list[int], options: dict[str, Any], seen: Soak) -> None:
         seen.checked += 1
-        full = self._engine.generate(prompt, 4, GenerationMode.BASELINE)
-        kl, most = _deviation(self._engine, prompt, full.token_ids, salt)
+        adapter = options["adapter"]
+        full = self._engine.generate(prompt, 4, GenerationMode.BASELINE, adapter=adapter)
+        kl, most = _deviation(self._engine, prompt, full.token_ids, options)
         if kl > most:
             seen.problems.append(
                 f"request {seen.requests} was answered differently: a KL of {kl:.2g}, at most "
@@ -244,14 +302,39 @@ class _Traffic:
 
 
 def _deviation(
-    engine: KVBoost, prompt: list[int], answer: list[int], salt: str
+    engine: KVBoost, prompt: list[int], answer: list[int], options: dict[str, Any]
 ) -> tuple[float, float]:
     """The distance of the distributions of an exact hit from those of a full prefill, and how far
     rounding may take them."""
-    full = engine.score(prompt, answer, GenerationMode.BASELINE).logits
-    ours = engine.score(prompt, answer, GenerationMode.PREFIX_CACHE, cache_salt=salt).logits
+    baseline, adapter = GenerationMode.BASELINE, options["adapter"]
+    full = engine.score(prompt, answer, baseline, adapter=adapter).logits
+    ours = engine.score(prompt, answer, GenerationMode.PREFIX_CACHE, **options).logits
     rounding = 1e-5 if str(engine.dtype) == "torch.float32" else 0.05
     return float(kl_divergence(full, ours).mean()), rounding
+
+
+def _write_adapters(folder: Path, model: LoadedModel) -> list[Path]:
+    """Two adapters of the query and value projections, in PEFT's files. Both factors are random."""
+    config, rank = model.forward.model.config.get_text_config(), 4
+    width, heads = config.hidden_size, config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or width // heads
+    outs = {"q_proj": heads * dim, "v_proj": config.num_key_value_heads * dim}
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(outs)}
+    found = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight": 0.05
+            * torch.randn(shape, generator=generator)
+            for layer in range(config.num_hidden_layers)
+            for name, out in outs.items()
+            for side, shape in (("A", (rank, width)), ("B", (out, rank)))
+        }
+        found.append(folder.with_name(f"{folder.name}-adapter-{seed}"))
+        found[-1].mkdir()
+        save_file(tensors, found[-1] / "adapter_model.safetensors")
+        (found[-1] / "adapter_config.json").write_text(json.dumps(described))
+    return found
 
 
 def _check_budgets(engine: KVBoost, seen: Soak) -> None:
@@ -300,6 +383,7 @@ def run(settings: Settings, bench: Bench) -> Report:
         f"{seen.requests:,} requests in {seen.seconds / 60:.1f} minutes, {seen.reused_share:.0%} "
         f"of their tokens not read again; {seen.evicted:,} chunks evicted, "
         f"{seen.demoted:,} demoted, {seen.promoted:,} promoted; {seen.checked} answers compared\n"
+        f"between them: {', '.join(f'{name} {n}' for name, n in sorted(seen.done.items()))}\n"
         f"memory {first:,.0f} MB after a tenth of the time, at most {most:,.0f} later "
         f"({seen.growth:+.1%}), {last:,.0f} at the end"
     )

@@ -17,6 +17,7 @@ def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:
     assert [problem for problem in seen.problems if not problem.startswith("memory")] == []
     assert seen.growth < 0.3
     assert seen.requests >= 80 and seen.checked > 0 and seen.reused_share > 0.1
+    assert {"pin", "load_adapter", "forget_salt"} <= seen.done.keys()
     assert seen.evicted > CHUNKS and seen.promoted > 0 and seen.demoted > 0
 
 
