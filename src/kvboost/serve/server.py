@@ -27,6 +27,7 @@ from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+    from kvboost.serve.images.fetcher import ImageFetcher
     from kvboost.serve.tracing import Tracing
 
 
@@ -47,6 +48,8 @@ class ServerState:
         self.embedder = Embedder(engine, settings.embedding_model)
         self.stored_responses = StoredResponses(settings)
         self.kept_kv = KeptKV(engine)
+        self.images = _image_fetcher(settings, self.metrics)
+        """What fetches images; None if the operator allows no host."""
         self.waiting_connections: dict[asyncio.Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
@@ -75,6 +78,8 @@ class ServerState:
         except ConfigError:
             self.settings = before
             raise
+        if "image_hosts" in changed:
+            self.images = _image_fetcher(self.settings, self.metrics)
         self.keys.load(self.settings)
         owners = {tenant.owner for tenant in self.keys.tenants()}
         for response_id in self.stored_responses.keep_only(owners):
@@ -130,6 +135,16 @@ async def _server(request: Request) -> ServerState:
 async def _caller(request: Request) -> Tenant:
     tenant: Tenant = request.state.tenant
     return tenant
+
+
+def _image_fetcher(settings: ServerSettings, metrics: Metrics) -> ImageFetcher | None:
+    if not settings.image_hosts:
+        return None
+    # Not above: most servers fetch nothing, and httpx takes a third of a second to import.
+    from kvboost.serve.images.addresses import ImageHosts
+    from kvboost.serve.images.fetcher import ImageFetcher
+
+    return ImageFetcher(ImageHosts(settings.image_hosts), metrics, settings.image_seconds)
 
 
 Server = Annotated[ServerState, Depends(_server)]

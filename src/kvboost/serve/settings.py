@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 METRICS = ("open", "key", "off")
 
-RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
+RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts", "image_hosts")
 """Settings that a running server can change. All others need a restart."""
 
 
@@ -123,6 +123,11 @@ class ServerSettings:
     """Text of the documents that are kept for one tenant."""
     embedding_model: EmbeddingModel | None = None
     """What makes embeddings. Default: the model that answers requests."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which images of prompts may be fetched, such as ``images.example.com``,
+    ``*.example.com`` or ``10.0.0.5:9000``. Empty: images are data URLs only."""
+    image_seconds: float = 20.0
+    """Seconds in which all images of a request that are fetched must arrive; 0 sets no limit."""
     session_seconds: float = 600.0
     """Seconds for which the KV of a session is pinned after each turn, unless a request says
     otherwise."""
@@ -181,7 +186,7 @@ class ServerSettings:
         whole(self.max_header_bytes, 1024, "max_header_bytes")
         for option in (
             *("head_seconds", "body_seconds", "write_seconds", "drain_seconds"),
-            *("stored_response_seconds", "retention_seconds"),
+            *("image_seconds", "stored_response_seconds", "retention_seconds"),
         ):
             at_least(getattr(self, option), 0.0, option)
         if self.timeout is not None:
@@ -190,6 +195,8 @@ class ServerSettings:
         self._check_warm()
         for origin in self.cors_origins:
             check_origin(origin)
+        if self.image_hosts:
+            check_image_hosts(self.image_hosts)
         check_certificate(self.tls_cert, self.tls_key)
         if self.otlp_endpoint is not None:
             check_collector(self.otlp_endpoint)
@@ -252,6 +259,13 @@ def check_origin(origin: str) -> None:
             f"the origin {origin!r} must be a scheme and a host without a path, such as "
             "https://app.example, or * for every page"
         )
+
+
+def check_image_hosts(hosts: Iterable[str]) -> None:
+    """Raises ConfigError unless images can be fetched from ``hosts``."""
+    from kvboost.serve.images.addresses import ImageHosts
+
+    ImageHosts(hosts)
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:
