@@ -66,10 +66,12 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.draining = False
+        state.start_images()
         await state.documents.start()
         yield
         state.draining = True
         await state.documents.stop()
+        await state.stop_images()
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
         if state.tracing is not None:

@@ -27,6 +27,7 @@ from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+    from kvboost.serve.images.addresses import ImageHosts
     from kvboost.serve.images.fetcher import ImageFetcher
     from kvboost.serve.tracing import Tracing
 
@@ -48,8 +49,9 @@ class ServerState:
         self.embedder = Embedder(engine, settings.embedding_model)
         self.stored_responses = StoredResponses(settings)
         self.kept_kv = KeptKV(engine)
-        self.images = _image_fetcher(settings, self.metrics)
-        """What fetches images; None if the operator allows no host."""
+        self.image_hosts: ImageHosts | None = None
+        """The hosts that images may be fetched from, if there are any."""
+        self.images: ImageFetcher | None = None
         self.waiting_connections: dict[asyncio.Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
@@ -78,8 +80,7 @@ class ServerState:
         except ConfigError:
             self.settings = before
             raise
-        if "image_hosts" in changed:
-            self.images = _image_fetcher(self.settings, self.metrics)
+        self.start_images()
         self.keys.load(self.settings)
         owners = {tenant.owner for tenant in self.keys.tenants()}
         for response_id in self.stored_responses.keep_only(owners):
@@ -88,6 +89,25 @@ class ServerState:
         self.sessions.keep_only(owners)
         self.explanations.keep_only(owners)
         return changed
+
+    def start_images(self) -> None:
+        """Takes over the hosts that images may be fetched from, and starts what fetches them."""
+        self.image_hosts = None
+        if not self.settings.image_hosts:
+            return
+        # Not above: most servers fetch nothing, and httpx takes a third of a second to import.
+        from kvboost.serve.images.addresses import ImageHosts
+        from kvboost.serve.images.fetcher import ImageFetcher
+
+        self.image_hosts = ImageHosts(self.settings.image_hosts)
+        if self.images is None:
+            self.images = ImageFetcher(self.metrics, self.settings.image_seconds)
+
+    async def stop_images(self) -> None:
+        """Fetches nothing any more."""
+        if self.images is not None:
+            await asyncio.to_thread(self.images.close)
+        self.image_hosts = self.images = None
 
     def _take_names(self) -> None:
         """Raises ConfigError if an adapter has one of the names of the model."""
@@ -135,16 +155,6 @@ async def _server(request: Request) -> ServerState:
 async def _caller(request: Request) -> Tenant:
     tenant: Tenant = request.state.tenant
     return tenant
-
-
-def _image_fetcher(settings: ServerSettings, metrics: Metrics) -> ImageFetcher | None:
-    if not settings.image_hosts:
-        return None
-    # Not above: most servers fetch nothing, and httpx takes a third of a second to import.
-    from kvboost.serve.images.addresses import ImageHosts
-    from kvboost.serve.images.fetcher import ImageFetcher
-
-    return ImageFetcher(ImageHosts(settings.image_hosts), metrics, settings.image_seconds)
 
 
 Server = Annotated[ServerState, Depends(_server)]

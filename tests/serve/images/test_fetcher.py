@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,13 @@ def fetch_all(
 ) -> dict[str, FetchedImage]:
     async def run() -> dict[str, FetchedImage]:
         known = metrics or Metrics(FakeEngine())
-        fetcher = ImageFetcher(ImageHosts(hosts), known, seconds, resolve)
+        fetcher = ImageFetcher(known, seconds, resolve)
         counted = {url: urls.count(url) for url in urls}
-        return await fetcher.fetch(
-            counted, most=most, together=together, tenant="ann", request_id="req-1"
-        )
+        limits = {"most": most, "together": together}
+        with closing(fetcher):
+            return await fetcher.fetch(
+                counted, ImageHosts(hosts), **limits, tenant="ann", request_id="req-1"
+            )
 
     return asyncio.run(run())
 

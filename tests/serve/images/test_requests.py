@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from kvboost import KVBoost
+from kvboost.serve.app import create_app
+from kvboost.serve.settings import ServerSettings
 from support.hostile_images import FILES
 from support.image_requests import APIS, QUESTION, chat, data_url, error_of, responses, text_of
 from support.live_server import LiveServer, live_server
@@ -193,3 +197,16 @@ def test_a_running_server_takes_over_other_hosts(server, client, site, url) -> N
     assert answer.status_code == 400 and "its operator allows hosts (--image-host)" in answer.text
     assert state.reload(replace(state.settings, image_hosts=hosts)) == ["image_hosts"]
     assert client.post(path, json=body).status_code == 200 and len(site.asked) == 1
+
+
+def test_a_server_that_stops_leaves_no_thread(fake) -> None:
+    def fetches() -> bool:
+        return any(thread.name == "kvboost-images" for thread in threading.enumerate())
+
+    app = create_app(fake, ServerSettings(image_hosts=("images.example.com",)))
+    others = fetches()
+    for _ in range(2):
+        with TestClient(app):
+            assert fetches()
+            assert app.state.server.images is not None
+        assert fetches() == others and app.state.server.images is None

@@ -80,20 +80,22 @@ async def _checked(
     """The checked model of a body, and what the check found out. Images that the body names by
     address are fetched once all else is right. Then the body is checked again, and gets the images
     in place of their addresses."""
-    fetcher, engine, size = server.images, server.engine, len(body)
+    engine, hosts, size = server.engine, server.image_hosts, len(body)
     limits = None if isinstance(engine.image_reader, str) else engine.config.image_limits
     context = BodyContext(
         server.settings.strict_fields,
         max_images=None if limits is None else limits.max_images,
-        image_hosts=None if fetcher is None else fetcher.hosts,
+        image_hosts=hosts,
     )
     checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
-    if fetcher is None or limits is None or not context.to_fetch:
+    if not context.to_fetch:
         return checked, context
+    assert server.images is not None and hosts is not None and limits is not None
     fetched = await unless_gone(
         request.receive,
-        fetcher.fetch(
+        server.images.fetch(
             context.to_fetch,
+            hosts,
             most=limits.max_bytes,
             together=server.settings.max_body_bytes,
             tenant=caller.counts_as,

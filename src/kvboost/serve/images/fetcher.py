@@ -8,17 +8,18 @@ import base64
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
 
 import kvboost
 from kvboost.serve.errors import ApiError
-from kvboost.serve.http.problems import shown
+from kvboost.serve.http.problems import short, shown
 from kvboost.serve.http.streaming import within
 from kvboost.serve.images.addresses import (
     AddressRefused,
@@ -29,15 +30,14 @@ from kvboost.serve.images.addresses import (
 )
 from kvboost.serve.metrics import Metrics
 
+T = TypeVar("T")
+
 logger = logging.getLogger("kvboost.serve")
 
 MAX_FETCHES = 32
 """Images that a server fetches at once. A tenant among others may have half of these places."""
 
 MAX_REDIRECTS = 3
-
-_RESOLVERS = 4
-"""Names that are looked up at once."""
 
 _CONNECT_SECONDS = 5.0
 
@@ -68,10 +68,12 @@ class FetchedImage(NamedTuple):
         return f"data:{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
-class _Allowance:
-    """The bytes that the images of one request may have: each of them, and all together."""
+class _Limits:
+    """Where the images of one request may come from, and the bytes that they may have."""
 
-    def __init__(self, most: int, together: int) -> None:
+    def __init__(self, hosts: ImageHosts, most: int, together: int) -> None:
+        """``most`` and ``together``: the bytes of one of them, and of all."""
+        self.hosts = hosts
         self._most = most
         self._together = self._left = together
 
@@ -97,41 +99,83 @@ def resolve(name: str) -> list[IPAddress]:
     return list(dict.fromkeys(map(plain_ip, given)))
 
 
+class _OwnLoop:
+    """An event loop in a thread of its own. What strangers send there, such as an answer in pieces
+    of one byte, does not hold up the loop of the server."""
+
+    def __init__(self, name: str) -> None:
+        began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+        async def run() -> None:
+            over = asyncio.Event()
+            began.set_result((asyncio.get_running_loop(), over))
+            await over.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(run()), name=name, daemon=True)
+        self._thread.start()
+        self._loop, self._over = began.result()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled with the caller."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def close(self) -> None:
+        """Cancels what is running there."""
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+
 class ImageFetcher:
-    """Fetches images for one server. For one event loop."""
+    """Fetches images for one server, in a thread of its own. Must be closed."""
 
     def __init__(
         self,
-        hosts: ImageHosts,
         metrics: Metrics,
         seconds: float,
         resolve: Callable[[str], Sequence[IPAddress]] = resolve,
     ) -> None:
         """``seconds``: in which all images of a request must have arrived; 0 sets no limit."""
-        self.hosts = hosts
         self._metrics = metrics
         self._seconds = seconds
         self._resolve = resolve
         self._trusted = httpx.create_ssl_context()
         """The authorities of certifi, or those in ``SSL_CERT_FILE``."""
-        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="kvboost-resolver")
+        self._own_loop = _OwnLoop("kvboost-images")
+        self._resolvers = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kvboost-resolver")
         self._places = asyncio.Semaphore(MAX_FETCHES)
         self._of_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def fetch(
-        self, urls: Mapping[str, int], *, most: int, together: int, tenant: str, request_id: str
+        self,
+        urls: Mapping[str, int],
+        hosts: ImageHosts,
+        *,
+        most: int,
+        together: int,
+        tenant: str,
+        request_id: str,
     ) -> dict[str, FetchedImage]:
-        """The images at ``urls``, which must be allowed, by their address. ``urls``: how often the
+        """The images at ``urls``, which are on ``hosts``, by their address. ``urls``: how often the
         request has each; so often its bytes count. ``most`` and ``together``: the bytes that one of
-        them may have, and all of them. Raises ApiError if one
-        cannot be fetched; the others are cancelled then."""
-        allowance = _Allowance(most, together)
+        them may have, and all of them. Raises ApiError if one cannot be fetched; the others are
+        cancelled then."""
+        limits = _Limits(hosts, most, together)
+        return await self._own_loop.run(self._fetch(urls, limits, tenant, request_id))
+
+    def close(self) -> None:
+        """Ends all downloads."""
+        self._own_loop.close()
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+    async def _fetch(
+        self, urls: Mapping[str, int], limits: _Limits, tenant: str, request_id: str
+    ) -> dict[str, FetchedImage]:
         found: dict[str, FetchedImage] = {}
 
         async def fetch_one(url: str, times: int) -> None:
             async with self._place(tenant):
                 try:
-                    found[url] = await self._follow(self.hosts.check(url), allowance, times)
+                    found[url] = await self._follow(limits.hosts.check(url), limits, times)
                 except FetchError as error:
                     raise self._failed(url, error, request_id) from None
             self._metrics.image_fetch("fetched")
@@ -172,25 +216,25 @@ class ImageFetcher:
         said = f"the image at {shown(url)} was not fetched: {error.told}"
         return ApiError(400, f"{said}; send it as a data URL", "image_not_fetched")
 
-    async def _follow(self, url: RemoteUrl, allowance: _Allowance, times: int) -> FetchedImage:
+    async def _follow(self, url: RemoteUrl, limits: _Limits, times: int) -> FetchedImage:
         for _ in range(1 + MAX_REDIRECTS):
-            async with self._answer(url) as answer:
+            async with self._answer(url, limits.hosts) as answer:
                 if answer.status_code not in _REDIRECTS:
-                    return await _image_in(answer, allowance, times)
+                    return await _image_in(answer, limits, times)
                 location = answer.headers.get("location", "")
             try:
-                url = self.hosts.check_host(url.redirected(location))
+                url = limits.hosts.check_host(url.redirected(location))
             except AddressRefused as error:
                 said = f"it redirects to another address, which {error}"
                 raise FetchError(said, f"{said}; it is {shown(location)}") from None
         raise FetchError(f"it redirects more than {MAX_REDIRECTS} times")
 
     @asynccontextmanager
-    async def _answer(self, url: RemoteUrl) -> AsyncIterator[httpx.Response]:
+    async def _answer(self, url: RemoteUrl, hosts: ImageHosts) -> AsyncIterator[httpx.Response]:
         """The answer of an allowed host, whose body is not read yet. A connection is for one
         request only: the next host of the same machine has another certificate."""
         problem: Exception | None = None
-        for ip in await self._addresses(url):
+        for ip in await self._addresses(url, hosts):
             # A transport has no cookies, no keys and no proxies, and follows no redirects.
             async with httpx.AsyncHTTPTransport(self._trusted, trust_env=False) as transport:
                 try:
@@ -210,7 +254,7 @@ class ImageFetcher:
                 return
         raise FetchError(_UNREACHED, _reason(problem))
 
-    async def _addresses(self, url: RemoteUrl) -> list[IPAddress]:
+    async def _addresses(self, url: RemoteUrl, hosts: ImageHosts) -> list[IPAddress]:
         """The IP addresses to connect to. They are looked up once, and checked; a name that means
         another machine a moment later does not matter."""
         if url.ip is not None:
@@ -222,7 +266,7 @@ class ImageFetcher:
             except (OSError, UnicodeError) as error:
                 reason = f"{url.host} has no IP address: {error}"
                 raise FetchError(_UNREACHED, reason) from None
-        allowed = [ip for ip in found if self.hosts.may_connect(url, ip)]
+        allowed = [ip for ip in found if hosts.may_connect(url, ip)]
         if not allowed:
             told = ", ".join(map(str, found))
             reason = f"{url.host} is {told}, which is not public; --image-host would allow it"
@@ -242,7 +286,7 @@ def _request(url: RemoteUrl, ip: IPAddress) -> httpx.Request:
     return httpx.Request("GET", url.at(ip), headers=headers, extensions=known)
 
 
-async def _image_in(answer: httpx.Response, allowance: _Allowance, times: int) -> FetchedImage:
+async def _image_in(answer: httpx.Response, limits: _Limits, times: int) -> FetchedImage:
     """The image in an answer, which need not be one: its file is checked like that of a data URL
     when it is opened."""
     if answer.status_code != 200:
@@ -258,15 +302,15 @@ async def _image_in(answer: httpx.Response, allowance: _Allowance, times: int) -
     declared = answer.headers.get("content-length", "")
     if declared.isdigit():
         size = int(declared[:18])
-        allowance.check(size, size * times)
+        limits.check(size, size * times)
     data = bytearray()
     async for piece in answer.aiter_raw():
-        allowance.check(len(data) + len(piece), len(piece) * times)
-        allowance.take(len(piece) * times)
+        limits.check(len(data) + len(piece), len(piece) * times)
+        limits.take(len(piece) * times)
         data += piece
     return FetchedImage(kind, bytes(data))
 
 
 def _reason(error: Exception | None) -> str:
     """What the log says about an error of httpx, some of which have no message."""
-    return f"{type(error).__name__}: {error}"
+    return short(f"{type(error).__name__}: {error}", 200)
