@@ -110,7 +110,6 @@ SCRIPTS = {
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
     "speculation": "What do drafted tokens gain, by task?",
     "states": "What does a model with states save when it resumes?",
-    "traffic": "Which eviction policy keeps what comes back?",
     "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
 """The question of each script."""
