@@ -102,14 +102,11 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
-    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
     "healing": "What does healing cost the steps of an answer on a GPU?",
-    "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
     "speculation": "What do drafted tokens gain, by task?",
-    "states": "What does a model with states save when it resumes?",
     "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
 """The question of each script."""
