@@ -22,7 +22,6 @@ _ENTRIES = (
             "new prompts in vLLM take at most 1.03 × as long with the connector",
             "a step of 64 decoding requests in vLLM takes at most 1.03 × as long with it",
             "a restarted vLLM has 4,096 tokens from disk in at most 0.15 of a full prefill",
-            "16 users with prompts of 8,192 tokens are served at least 1.8 × as fast (H200, 1.5B)",
         ),
     ),
     Benchmark(
