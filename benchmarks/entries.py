@@ -106,6 +106,5 @@ SCRIPTS = {
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
     "speculation": "What do drafted tokens gain, by task?",
-    "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
 """The question of each script."""
