@@ -101,7 +101,6 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
-    "healing": "What does healing cost the steps of an answer on a GPU?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
