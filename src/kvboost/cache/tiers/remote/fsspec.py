@@ -61,8 +61,7 @@ class FsspecBackend:
             self._open()
 
     def fault(self, error: Exception) -> Fault:
-        # Before 3.11 the timeout of asyncio is an error of its own.
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        if isinstance(error, TimeoutError):
             return "timeout"
         if isinstance(error, OSError):
             return "full" if error.errno in _FULL else "unreachable"
