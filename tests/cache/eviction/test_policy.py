@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache.eviction.learned import LearnedPolicy
-from kvboost.cache.eviction.policy import FIFO, LFU, LRU, Entry, EvictionPolicy, recompute_cost
+from kvboost.cache.eviction.policy import LRU, Entry, EvictionPolicy, recompute_cost
 from kvboost.tokens.hashing import ChunkKey
 
-POLICIES = (LRU, FIFO, LFU, LearnedPolicy)
+POLICIES = (LRU, LearnedPolicy)
 every_policy = pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
 
 
@@ -53,19 +53,6 @@ class Cache:
 def test_lru_evicts_the_least_recently_used_first() -> None:
     policy = filled(LRU, "ab", "cd", "e")
     policy.touch([key("a"), key("b")])
-    assert list(policy) == list("dceba")
-
-
-def test_fifo_evicts_the_oldest_first_regardless_of_use() -> None:
-    policy = filled(FIFO, "ab", "cd", "e")
-    policy.touch([key("a"), key("b")])
-    assert list(policy) == list("badce")
-
-
-def test_lfu_evicts_the_least_used_first_and_among_equals_the_older() -> None:
-    policy = filled(LFU, "ab", "cd", "e")
-    for path in ("ab", "ab", "e"):
-        policy.touch([key(name) for name in path])
     assert list(policy) == list("dceba")
 
 

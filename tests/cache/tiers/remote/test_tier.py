@@ -165,11 +165,6 @@ def test_bad_urls_are_refused_with_what_is_allowed(
         open_remote(url, max_bytes)
 
 
-def test_storage_options_are_refused_for_a_server() -> None:
-    with pytest.raises(ConfigError, match=r"'anon'.*in the URL"):
-        open_remote("redis://localhost", 1, storage_options={"anon": True})
-
-
 def test_passwords_are_not_shown() -> None:
     with pytest.raises(ConfigError) as raised:
         open_remote("redis://me:secret@localhost:port?password=secret", 1)
