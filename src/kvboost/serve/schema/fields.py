@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -106,6 +106,11 @@ def one_of(kind: Callable[[Any], str | None], said: str) -> Discriminator:
         custom_error_message=f"must be {said}",
     )
 
+
+S = TypeVar("S")
+T = TypeVar("T")
+TextOrList = Annotated[S, Tag("as text")] | Annotated[T, Tag("as list")]
+"""A union for ``one_of(text_or_list, ...)``."""
 
 WHOLE = BeforeValidator(_whole)
 
