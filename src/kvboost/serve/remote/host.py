@@ -18,7 +18,7 @@ from kvboost.serve.embedder import Encoder, Vectors, advance
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.tokens.hashing import TokenIds
-from kvboost.tokens.images import PlacedImage, PlacedImages, ReadPrompt
+from kvboost.tokens.images import PlacedImages, ReadPrompt
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost
@@ -29,17 +29,8 @@ _AT_ONCE = frozenset({"pin_cached", "drop_pin", "serving_stats", "estimate_ms"})
 """Methods that take a few milliseconds at most."""
 _IN_A_THREAD = frozenset(
     {
-        *(
-            "cache_stats",
-            "chunks",
-            "compile_format",
-            "forget",
-            "forget_salt",
-            "pins",
-            "plan",
-            "trace",
-        ),
-        *("unpin", "warm_later", "load_adapter", "unload_adapter"),
+        *("cache_stats", "chunks", "compile_format", "forget", "forget_salt", "pins", "plan"),
+        *("trace", "unpin", "warm_later", "load_adapter", "unload_adapter"),
     }
 )
 _COROUTINES = frozenset({"awarm", "apin"})
@@ -166,10 +157,9 @@ class Host:
 
     def _call(self, call: wire.Call) -> None:
         if call.method in _AT_ONCE:
+            method = getattr(self._engine, call.method)
             try:
-                self._reply(
-                    call, getattr(self._engine, call.method)(*call.arguments, **call.options)
-                )
+                self._reply(call, method(*call.arguments, **call.options))
             except Exception as error:
                 self._refuse(call, error)
         else:
@@ -224,10 +214,4 @@ class Host:
 def _prompt_of(ask: wire.Ask) -> ReadPrompt:
     """The prompt of a message, which the API process has checked."""
     ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
-    if not ask.images:
-        return ReadPrompt(ids)
-    placed = tuple(
-        PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
-        for one in ask.images
-    )
-    return ReadPrompt(ids, PlacedImages(ids, placed, ask.row_id))
+    return ReadPrompt(ids, PlacedImages(ids, *ask.images) if ask.images else None)

@@ -23,6 +23,7 @@ from kvboost.errors import KVBoostError
 from kvboost.results import AdapterInfo, Healing, ReuseReport, Timings, TokenLogprob
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings
+from kvboost.tokens.images import PlacedImage
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost
@@ -42,17 +43,6 @@ class WireError(msgspec.Struct, array_like=True):
     attributes: dict[str, Any]
 
 
-class WireImage(msgspec.Struct, array_like=True):
-    """An image of a prompt: ``PlacedImage``."""
-
-    data: bytes
-    digest: bytes
-    num_rows: int
-    start: int
-    end: int
-    grid: tuple[int, int] | None
-
-
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """API → engine: answer a prompt. ``number`` names the answer from now on."""
 
@@ -63,9 +53,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     mode: str
     timeout: float | None
     options: dict[str, Any]
-    images: list[WireImage] = []
-    row_id: int = 0
-    """The token that rows of images have for the model."""
+    images: tuple[tuple[PlacedImage, ...], int] | None = None
+    """Of ``PlacedImages``: the images, as files, which are small, and its ``row_id``."""
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
