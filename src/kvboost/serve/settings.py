@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 METRICS = ("open", "key", "off")
+_LEAST = {"max_body_bytes": 1024, "max_header_bytes": 1024}
 
 RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
 """Settings that a running server can change. All others need a restart."""
@@ -165,28 +166,12 @@ class ServerSettings:
             raise ConfigError(
                 "metrics='key' needs API keys, but there are none; set some, or use 'open' or 'off'"
             )
-        for option in (
-            "default_max_tokens",
-            "max_requests",
-            "max_anonymous_requests",
-            "max_connections",
-            "max_documents",
-            "max_document_bytes",
-            "max_sessions",
-            "max_stored_responses",
-            "max_stored_bytes",
-        ):
-            whole(getattr(self, option), 1, option)
-        whole(self.max_body_bytes, 1024, "max_body_bytes")
-        whole(self.max_header_bytes, 1024, "max_header_bytes")
-        for option in (
-            *("head_seconds", "body_seconds", "write_seconds", "drain_seconds"),
-            *("stored_response_seconds", "retention_seconds"),
-        ):
-            at_least(getattr(self, option), 0.0, option)
-        if self.timeout is not None:
-            at_least(self.timeout, 0.0, "timeout")
-        at_least(self.session_seconds, 0.0, "session_seconds")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type == "int":
+                whole(value, _LEAST.get(one.name, 1), one.name)
+            elif one.type in ("float", "float | None") and value is not None:
+                at_least(value, 0.0, one.name)
         self._check_warm()
         for origin in self.cors_origins:
             check_origin(origin)

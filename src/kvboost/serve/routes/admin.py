@@ -13,6 +13,7 @@ from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 import kvboost
+from kvboost.results import Pin
 from kvboost.serve.answers.prompts import encode, refuse_long_text
 from kvboost.serve.answers.reports import counts, spans
 from kvboost.serve.auth import Tenant
@@ -168,7 +169,7 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     return JSONResponse({"forgotten": gone})
 
 
-@router.endpoint("POST /pins", replies.PinReply, 404, 409, 413, 429)
+@router.endpoint("POST /pins", Pin, 404, 409, 413, 429)
 async def pin(body: PinRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads a text unless it is cached, and keeps it from being evicted. To pin it again renews
     it."""
@@ -198,7 +199,7 @@ async def list_pins(server: Server) -> Response:
     return JSONResponse({"object": "list", "data": [asdict(one) for one in pins], **sizes})
 
 
-@router.endpoint("DELETE /pins/{name}", replies.PinReply, 404)
+@router.endpoint("DELETE /pins/{name}", Pin, 404)
 async def unpin(name: str, server: Server) -> Response:
     """Ends a pin. What it held stays in the cache until it is evicted."""
     found = await asyncio.to_thread(server.engine.drop_pin, name)

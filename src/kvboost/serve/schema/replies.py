@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvboost.results import AnswerAudit, Divergence, Part, Pin
+
 
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -66,47 +68,13 @@ class ReuseReply(PlannedReuse):
     total_ms: float
 
 
-class DivergenceReply(Reply):
-    """Where a prompt leaves the cached text that it shares most with, and how the line goes on on
-    both sides. Where keys share one cache, ``cached`` is for administrators."""
-
-    row: int
-    line: int
-    before: str
-    prompt: str
-    cached: str | None
-    replaced: tuple[int, int] | None
-    """How many cached tokens were replaced by how many."""
-
-
-class PartReply(Reply):
-    """Rows ``[start, end)`` that have one source for one reason."""
-
-    start: int
-    end: int
-    kind: Literal["exact", "approximate", "moved", "compute"]
-    why: Literal[
-        "prefix", "past", "moved", "new", "short", "last", "gone", "slower", "mode", "model"
-    ]
-    detail: str
-    text: str
-    recomputed: int
-    tiers: list[str]
-    distance: int | None
-    rows_changed: float | None
-    before_then: str | None
-    before_now: str | None
-    document: str | None
-    """The name of the document that holds the text, if the server knows it."""
-
-
 class ExplanationReply(Reply):
     """Why each part of a prompt was or was not reused."""
 
     prompt_tokens: int
     computed_tokens: int
-    divergence: DivergenceReply | None
-    parts: list[PartReply]
+    divergence: Divergence | None
+    parts: list[Part]
     notes: list[str]
     map: list[Literal["exact", "approximate", "moved", "recomputed", "compute"]]
     """The prompt in 64 cells of equal length: what most tokens of each are."""
@@ -384,15 +352,6 @@ class ReadingReply(Reply):
     estimated_ms_without_reuse: float | None
 
 
-class AuditReply(Reply):
-    """How far an answer was from an exact one."""
-
-    compared_tokens: int
-    agreement: float
-    first_divergence: int | None
-    mean_kl: float | None
-
-
 class HealedRequest(Reply):
     """What has become of the approximate rows of one of the last answers."""
 
@@ -400,7 +359,7 @@ class HealedRequest(Reply):
     approximate_tokens: int
     healed_tokens: int
     status: Literal["waiting", "done", "replaced", "dropped", "failed"]
-    audit: AuditReply | None
+    audit: AnswerAudit | None
 
 
 class LiveReply(Reply):
@@ -464,17 +423,9 @@ class Deleted(Reply):
     deleted: Literal[True]
 
 
-class PinReply(Reply):
-    name: str
-    tokens: int
-    chunks: int
-    bytes: int
-    ttl: float | None
-
-
 class PinList(Reply):
     object: Literal["list"]
-    data: list[PinReply]
+    data: list[Pin]
     bytes: int
     """Of all pinned chunks; one that several pins hold counts once."""
     max_bytes: int
