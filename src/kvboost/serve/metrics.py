@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -32,31 +33,24 @@ class Metrics:
 
     def __init__(self, engine: KVBoost) -> None:
         self._registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
         self._ttft = Times(
             "kvboost_ttft_seconds", "Time from a complete request to its first token", _FIRST
         )
         self._inter_token = Times(
             "kvboost_inter_token_seconds", "Time between two tokens of an answer", _NEXT
         )
-        prompt = Counter(
+        prompt = counter(
             "kvboost_prompt_tokens",
             "Prompt rows by source; moved: reused as cached, recomputed: moved and then computed "
             "again",
             ["source"],
-            registry=registry,
         )
-        self._generated = Counter("kvboost_generated_tokens", "Generated tokens", registry=registry)
-        self._answers = Counter(
-            "kvboost_answers", "Answers by finish reason", ["finish_reason"], registry=registry
-        )
-        self._responses = Counter(
-            "kvboost_responses", "HTTP responses by status", ["status"], registry=registry
-        )
-        self._ignored = Counter(
-            "kvboost_ignored_fields",
-            "Fields of requests that this server does not know and has left out",
-            registry=registry,
-        )
+        self._generated = counter("kvboost_generated_tokens", "Generated tokens")
+        self._answers = counter("kvboost_answers", "Answers by finish reason", ["finish_reason"])
+        self._responses = counter("kvboost_responses", "HTTP responses by status", ["status"])
+        told = "Fields of requests that this server does not know and has left out"
+        self._ignored = counter("kvboost_ignored_fields", told)
         for collector in (self._ttft, self._inter_token, _EngineCollector(engine)):
             registry.register(collector)
         sources = ("exact", "approximate", "moved", "recomputed", "computed")
