@@ -1,19 +1,18 @@
 // Buttons that copy a text.
 
-import { element } from "./dom.js";
+import { button, element } from "./dom.js";
 
 const SHOWN = 2000; // how long a button says that it has copied
 
 /** A button that copies what ``text()`` returns, and says whether it could. */
 export function copyButton(label, text) {
-  const button = element("button", { type: "button", class: "quiet" }, label);
-  button.addEventListener("click", async () => {
+  const node = button(label, async () => {
     const done = await copied(text());
-    button.focus();
-    button.textContent = done ? "Copied" : "Could not copy";
-    setTimeout(() => (button.textContent = label), SHOWN);
+    node.focus();
+    node.textContent = done ? "Copied" : "Could not copy";
+    setTimeout(() => (node.textContent = label), SHOWN);
   });
-  return button;
+  return node;
 }
 
 /** Without control characters other than tabs and line ends: they cannot be seen, and terminals act

@@ -6,7 +6,6 @@ import { bytes, count, element } from "./dom.js";
 export class FactsPanel extends Chart {
   constructor(place) {
     super(place, "Model and machine");
-    this.legend.remove();
     this.shown = "";
   }
 

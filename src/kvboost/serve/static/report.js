@@ -1,10 +1,10 @@
 // The report about a prompt: the time to the first token, tokens by source, and the prompt itself.
 
 import { gain } from "./comparison.js";
-import { count, element, milliseconds, percent, plural } from "./dom.js";
+import { count, element, filled, milliseconds, percent, plural } from "./dom.js";
 import { KINDS, kept, reportRows, total } from "./kinds.js";
 import { Legend } from "./legend.js";
-import { PromptMap, filled, healedRows } from "./map.js";
+import { PromptMap, healedRows } from "./map.js";
 
 /** Draws the report of a turn, and again what healing changes in it. */
 export class ReportView {
