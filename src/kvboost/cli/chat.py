@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvboost.cli.common import summary
+from kvboost.cli.common import print_line, summary
 from kvboost.config import closest
 from kvboost.errors import PromptError
 
@@ -136,7 +136,7 @@ class Conversation:
             self.out.print(summary(self.last), style="dim")
 
     def _say(self, line: str) -> None:
-        self.out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        print_line(line, "dim", self.out)
 
 
 class CtrlC:

@@ -302,30 +302,29 @@ def summary(result: GenerationResult) -> str:
     ).replace("[", "\\[", 1)
 
 
+_SHOWN = (
+    *("output_text", "token_ids", "finish_reason", "prompt_tokens", "cached_tokens"),
+    *("exact_tokens", "approximate_tokens", "moved_tokens", "recomputed_tokens"),
+    *("answer_exact_from", "healed_tokens", "drafted_tokens", "accepted_tokens", "kv_reuse_ratio"),
+)
+
+
 def describe(result: GenerationResult) -> dict[str, Any]:
     """A result as a JSON object."""
     return {
-        "output_text": result.output_text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "cached_tokens": result.cached_tokens,
-        "exact_tokens": result.exact_tokens,
-        "approximate_tokens": result.approximate_tokens,
-        "moved_tokens": result.moved_tokens,
-        "recomputed_tokens": result.recomputed_tokens,
+        **{name: getattr(result, name) for name in _SHOWN},
         "charged_tokens": result.reuse.charged_tokens,
-        "answer_exact_from": result.answer_exact_from,
-        "healed_tokens": result.healed_tokens,
-        "drafted_tokens": result.drafted_tokens,
-        "accepted_tokens": result.accepted_tokens,
-        "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),
         "spans": [
             {"kind": span.kind.value, "start": span.start, "end": span.end, "tier": span.tier}
             for span in result.spans
         ],
     }
+
+
+def print_line(line: str, style: str = "", console: Console = out) -> None:
+    """Prints ``line`` as it is: terminals wrap it, and nothing in it is markup."""
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

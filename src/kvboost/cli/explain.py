@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Annotated
@@ -67,18 +67,13 @@ def explain(
         requests = read_requests(file, sys.stdin.read)
         serving = _local(model, mode, loading) if url is None else _server(url, api_key, mode)
         with serving as serve_one:
-            for request, answer in _with_answers(requests):
-                found = serve_one(request, answer)
+            for request, following in zip_longest(requests, requests[1:]):
+                found = serve_one(request, request.answer_before(following))
                 explained.append({"line": request.line, **found.as_dict()})
                 if not as_json:
                     _show(request, len(requests), found, out)
     if as_json:
         print_json(explained)
-
-
-def _with_answers(requests: Sequence[Asked]) -> Iterator[tuple[Asked, str | None]]:
-    for request, following in zip_longest(requests, requests[1:]):
-        yield request, request.answer_before(following)
 
 
 @contextmanager

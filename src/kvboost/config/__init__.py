@@ -10,6 +10,7 @@ from kvboost.config.engine import (
     SIZES,
     WEIGHTS,
     EngineConfig,
+    ImageLimits,
 )
 from kvboost.config.environment import (
     api_keys,
@@ -22,8 +23,6 @@ from kvboost.config.environment import (
     progress_allowed,
 )
 from kvboost.config.events import KVEvents
-from kvboost.config.extras import install_extra
-from kvboost.config.images import ImageLimits
 from kvboost.config.keywords import (
     REMOVED,
     EngineOptions,
@@ -55,7 +54,7 @@ from kvboost.config.request import (
     stop_strings,
 )
 from kvboost.config.sizes import format_bytes, parse_bytes
-from kvboost.config.validation import at_least, choose, one_of, whole, within
+from kvboost.config.validation import at_least, choose, install_extra, one_of, whole, within
 
 __all__ = [
     "CHUNKING",

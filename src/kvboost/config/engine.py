@@ -9,7 +9,6 @@ from functools import cached_property
 
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.events import KVEvents
-from kvboost.config.images import ImageLimits
 from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
 from kvboost.config.sizes import parse_bytes
@@ -25,6 +24,17 @@ LEAST_SECRET = 16
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "plain", "packed")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What a prompt may bring."""
+
+    max_images: int = 32
+    max_bytes: int = 20 * 1024**2
+    """Of the file of one image."""
+    max_pixels: int = 24_000_000
+    """Of one image, before it is scaled down."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +160,11 @@ class EngineConfig:
     """What streamed layers may take of the machine's memory; others are read from disk in every
     forward. By default four fifths of what is free."""
 
-    max_images: int = 32
+    max_images: int = ImageLimits.max_images
     """The most images of a prompt."""
-    max_image_bytes: int = 20 * 1024**2
+    max_image_bytes: int = ImageLimits.max_bytes
     """The largest file of an image."""
-    max_image_pixels: int = 24_000_000
+    max_image_pixels: int = ImageLimits.max_pixels
     """The most pixels of an image before it is scaled down: that takes ten bytes for each."""
 
     @property

@@ -6,8 +6,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-from kvboost.config.extras import install_extra
-from kvboost.config.validation import whole
+from kvboost.config.validation import install_extra, whole
 from kvboost.errors import ConfigError
 
 

@@ -269,16 +269,14 @@ class _Connection(asyncio.Protocol):
         self._unread = 0
         self._transport.resume_reading()
         self._waiter = self._loop.create_future()
-        timer = None if deadline is None else self._loop.call_at(deadline, self._late)
+        late = httpx.ReadTimeout("the upstream sent nothing in time")
+        timer = None if deadline is None else self._loop.call_at(deadline, self._end, late)
         try:
             await self._waiter
         finally:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
-
-    def _late(self) -> None:
-        self._end(httpx.ReadTimeout("the upstream sent nothing in time"))
 
     def _end(self, error: Exception | None) -> None:
         if not self._is_over:

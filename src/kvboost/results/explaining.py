@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +17,7 @@ from kvboost.results.explanation import (
     duration,
 )
 from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport
-from kvboost.results.spans import Span, SpanKind
+from kvboost.results.spans import SpanKind
 
 Decode = Callable[[Sequence[int]], str]
 SHOWN_TOKENS = 48
@@ -65,12 +65,14 @@ def explain(
     under other salts."""
     facts = report.facts
     assert facts is not None  # every plan has some
-    donors = [_span_at(report.spans, one.start) for one in facts.moved]
+    ends = [span.end for span in report.spans]
+    donors = [report.spans[bisect_right(ends, one.start)] for one in facts.moved]
+    in_place = (SpanKind.EXACT, SpanKind.APPROXIMATE)
     traces = trace(
         facts.root,
         at=facts.at,
         row=facts.prefix,
-        path=[(one.donor, one.end) for one in report.spans if _is_in_place(one)],
+        path=[(one.donor, one.end) for one in report.spans if one.donor and one.kind in in_place],
         donors=[(one.donor, one.offset) for one in donors],
         elsewhere=facts.refusal in ("mode", "model") and facts.cacheable > 0,
         other_salts=other_salts,
@@ -83,14 +85,6 @@ def explain(
         report.notes,
         cells(report.spans, report.recomputed),
     )
-
-
-def _is_in_place(span: Span) -> bool:
-    return span.donor is not None and span.kind in (SpanKind.EXACT, SpanKind.APPROXIMATE)
-
-
-def _span_at(spans: Sequence[Span], row: int) -> Span:
-    return spans[bisect_left(spans, row + 1, key=lambda span: span.end)]
 
 
 def _reasons(

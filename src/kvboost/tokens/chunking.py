@@ -63,7 +63,7 @@ class Cutter:
         markers: Sequence[str] = ("\n\n",),
     ) -> None:
         strategies: dict[str, Callable[[TokenIds], list[Interval]]] = {
-            "fixed": self._fixed,
+            "fixed": lambda token_ids: fixed(len(token_ids), chunk_size),
             "semantic": self._semantic,
             "document": self._document,
         }
@@ -84,9 +84,6 @@ class Cutter:
             for begin, stop in pairwise([0, *sorted(inside), len(token_ids)])
             for start, end in self._cut(token_ids[begin:stop])
         ]
-
-    def _fixed(self, token_ids: TokenIds) -> list[Interval]:
-        return fixed(len(token_ids), self._chunk_size)
 
     def _semantic(self, token_ids: TokenIds) -> list[Interval]:
         ends: list[int] = (np.flatnonzero(self._ends_sentence(token_ids)) + 1).tolist()

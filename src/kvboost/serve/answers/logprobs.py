@@ -126,7 +126,11 @@ def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
                 "logprob": token.logprob,
                 "bytes": list(token.shown.encode()),
                 "top_logprobs": [
-                    {"token": text, "logprob": value, "bytes": _bytes(text)}
+                    {
+                        "token": text,
+                        "logprob": value,
+                        "bytes": None if "\ufffd" in text else list(text.encode()),
+                    }
                     for text, _, value in token.top
                 ],
             }
@@ -156,7 +160,3 @@ def _by_text(token: ShownToken, logprob: float) -> dict[str, float]:
             continue
         found[text if text and text not in found else f"token_id:{token_id}"] = value
     return found
-
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())

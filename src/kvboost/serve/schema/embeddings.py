@@ -25,8 +25,7 @@ class EmbeddingRequest(fields.Body):
     user: fields.Text | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        inputs: list[str] | list[list[int]] = fields.as_prompts(self.input)
-        return inputs
+        return fields.as_prompts(self.input)
 
 
 class RerankRequest(fields.Body):

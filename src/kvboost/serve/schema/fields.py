@@ -244,7 +244,7 @@ def several_prompts(most: int) -> Discriminator:
     return one_of(prompt_kind, said)
 
 
-def as_prompts(value: Any) -> Any:
+def as_prompts(value: Any) -> list[str] | list[list[int]]:
     """The prompts of such a union, even if there is only one."""
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 

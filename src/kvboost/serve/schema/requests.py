@@ -198,5 +198,4 @@ class CompletionRequest(Generation):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Sequence[str | list[int]]:
-        prompts: Sequence[str | list[int]] = fields.as_prompts(self.prompt)
-        return prompts
+        return fields.as_prompts(self.prompt)
