@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,16 +48,13 @@ from kvboost.serve.schema import replies
 from kvboost.serve.server import Server, ServerState
 from kvboost.serve.settings import ServerSettings
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
-
 STATIC = Path(__file__).parent / "static"
 
 router = Router()
 metrics_router = APIRouter()
 
 
-def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: kvboost.KVBoost, settings: ServerSettings | None = None) -> FastAPI:
     """A server for ``engine``. When it stops, it waits for running answers and flushes the cache.
     The caller closes the engine."""
     settings = settings or ServerSettings()

@@ -14,17 +14,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Place, Tenant
 from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -78,7 +76,7 @@ class Document:
 class Documents:
     """The documents of all tenants. For one event loop."""
 
-    def __init__(self, engine: KVBoost, settings: ServerSettings, keys: Keys) -> None:
+    def __init__(self, engine: kvboost.KVBoost, settings: ServerSettings, keys: Keys) -> None:
         self._engine = engine
         self._settings = settings
         self._keys = keys

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+import kvboost
 from kvboost.serve.answers.prompts import beginning
 from kvboost.serve.errors import ApiError
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
 
 Vectors = npt.NDArray[np.float32]
 
@@ -31,7 +29,7 @@ class Encoder(Protocol):
 class Embedder:
     """Embeds the inputs of requests."""
 
-    def __init__(self, engine: KVBoost, own: EmbeddingModel | None) -> None:
+    def __init__(self, engine: kvboost.KVBoost, own: kvboost.EmbeddingModel | None) -> None:
         """``own`` is a model made for it; without one, the engine's model embeds."""
         self._engine = engine
         self._own = own

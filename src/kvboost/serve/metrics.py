@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
@@ -18,8 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
+import kvboost
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,7 +30,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
 class Metrics:
     """The metrics of one server. Each has its own registry, so a process may have several."""
 
-    def __init__(self, engine: KVBoost) -> None:
+    def __init__(self, engine: kvboost.KVBoost) -> None:
         self._registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         self._ttft = Times(
@@ -174,7 +173,7 @@ _EVENTS = {
 class _EngineCollector(Collector):
     """Reads the engine's statistics whenever the metrics are read."""
 
-    def __init__(self, engine: KVBoost) -> None:
+    def __init__(self, engine: kvboost.KVBoost) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:

@@ -7,17 +7,15 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 from kvboost.tokens.hashing import TokenIds
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Sessions:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: kvboost.KVBoost,
         settings: ServerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import kvboost
 from kvboost.config import (
     MOST_CONTEXTS,
     GenerationMode,
@@ -21,10 +21,6 @@ from kvboost.config import (
     whole,
 )
 from kvboost.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel
-
 
 METRICS = ("open", "key", "off")
 _LEAST = {"max_body_bytes": 1024, "max_header_bytes": 1024}
@@ -122,7 +118,7 @@ class ServerSettings:
     """Documents that are kept for one tenant."""
     max_document_bytes: int = 64 * 1024**2
     """Text of the documents that are kept for one tenant."""
-    embedding_model: EmbeddingModel | None = None
+    embedding_model: kvboost.EmbeddingModel | None = None
     """What makes embeddings. Default: the model that answers requests."""
     session_seconds: float = 600.0
     """Seconds for which the KV of a session is pinned after each turn, unless a request says

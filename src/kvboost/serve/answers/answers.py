@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvboost.errors import StructuredOutputError
 from kvboost.serve.answers.choices import Choice, EngineCall
@@ -25,8 +25,6 @@ from kvboost.structured.formats import FORMATS
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from kvboost.serve.metrics import Metrics
 
 

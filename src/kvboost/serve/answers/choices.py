@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+import kvboost
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.results import AppliedEdit, GenerationResult
@@ -23,9 +24,7 @@ from kvboost.serve.schema.generation import Generation
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
-    from kvboost import AsyncTextStream
     from kvboost.runtime.streams import AnswerReader
-
 
 T = TypeVar("T")
 
@@ -94,7 +93,7 @@ class Choice:
         index: int,
         prompt_ids: TokenIds,
         call: EngineCall,
-        stream: AsyncTextStream,
+        stream: kvboost.AsyncTextStream,
         received: float,
     ) -> None:
         self.index = index

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from kvboost.config import stop_strings
 from kvboost.results import (
@@ -20,10 +20,6 @@ from kvboost.runtime.streams import AsyncTextStream
 from kvboost.serve.remote.link import Answered
 from kvboost.serve.remote.wire import Ended, News, from_wire
 from kvboost.tokens.text import AnswerText, Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
 
 _NO_TIMES = Timings(0.0, 0.0, **{f"{phase}_ms": 0.0 for phase in PHASES})
 _NOTHING = ReuseReport(())

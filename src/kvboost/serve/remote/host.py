@@ -10,18 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+import kvboost
 from kvboost.serve.embedder import Encoder, Vectors, advance
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import PlacedImages, ReadPrompt
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -42,9 +40,9 @@ class Host:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: kvboost.KVBoost,
         pipe: wire.Pipe[wire.ToEngine],
-        embedding_model: EmbeddingModel | None,
+        embedding_model: kvboost.EmbeddingModel | None,
         on_ready: Callable[[], None],
         on_lost: Callable[[], None],
         on_reloaded: Callable[[int, bool], None],

@@ -14,16 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
 from kvboost.serve.remote.host import Host
 from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, Start, ToEngine
 from kvboost.serve.settings import RELOADABLE, ServerSettings
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -43,7 +41,7 @@ _LOOK_SECONDS = 1.0
 
 
 def serve(
-    engine: KVBoost,
+    engine: kvboost.KVBoost,
     settings: ServerSettings,
     listening: socket.socket,
     on_ready: Callable[[], None] = lambda: None,
@@ -82,7 +80,7 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: kvboost.KVBoost,
         settings: ServerSettings,
         listening: socket.socket,
         on_ready: Callable[[], None],

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -24,9 +24,6 @@ from kvboost.results import AdapterInfo, Healing, ReuseReport, Timings, TokenLog
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings
 from kvboost.tokens.images import PlacedImage
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
 
 T = TypeVar("T")
 
@@ -364,7 +361,7 @@ class EngineDescription:
     """Those that are loaded at first."""
 
     @classmethod
-    def of(cls, engine: KVBoost, tokenizer: bytes) -> EngineDescription:
+    def of(cls, engine: kvboost.KVBoost, tokenizer: bytes) -> EngineDescription:
         return cls(
             model_name=engine.model_name,
             context_length=engine.context_length,
@@ -390,7 +387,7 @@ class EmbeddingDescription:
     tokenizer: Any
 
     @classmethod
-    def of(cls, model: EmbeddingModel) -> EmbeddingDescription:
+    def of(cls, model: kvboost.EmbeddingModel) -> EmbeddingDescription:
         return cls(
             model.name, model.max_tokens, model.vocab_size, model.dimensions, model.tokenizer
         )
