@@ -146,7 +146,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 out = Console()
-say = Console(stderr=True, highlight=False, soft_wrap=True)
+say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 """What a server says besides its address, which goes to standard output for scripts."""
 
 Host = Annotated[str, told("The address to listen on.")]

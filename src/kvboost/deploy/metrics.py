@@ -93,17 +93,15 @@ class _Upstreams(Collector):
     def collect(self) -> Iterator[Metric]:
         states = self._states()
         for name, help_, value in (
-            ("upstream_up", "Whether an upstream takes requests", self._is_up),
+            ("upstream_up", "Whether an upstream takes requests", lambda one: states[one] == UP),
             ("open_requests", "Requests without a complete answer", self._router.open_requests),
-            ("known_tokens", "Tokens of text an upstream is thought to know", self._known),
+            (
+                "known_tokens",
+                "Tokens of text an upstream is thought to know",
+                lambda one: self._router.known(one).tokens,
+            ),
         ):
             gauge = GaugeMetricFamily(f"kvboost_route_{name}", help_, labels=["upstream"])
             for upstream in states:
-                gauge.add_metric([upstream], value(upstream))
+                gauge.add_metric([upstream], float(value(upstream)))
             yield gauge
-
-    def _is_up(self, upstream: str) -> float:
-        return float(self._states()[upstream] == UP)
-
-    def _known(self, upstream: str) -> float:
-        return float(self._router.known(upstream).tokens)

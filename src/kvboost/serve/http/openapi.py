@@ -88,10 +88,15 @@ def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
 class Router(APIRouter):
     """A router whose endpoints say their errors."""
 
-    def __init__(self, error: type[replies.Reply] = replies.ErrorReply, **options: Any) -> None:
+    def __init__(
+        self,
+        error: type[replies.Reply] = replies.ErrorReply,
+        stream_type: str = "text/event-stream",
+        **options: Any,
+    ) -> None:
         """``error``: the form of its errors."""
         super().__init__(**options)
-        self._error = error
+        self._error, self._stream_type = error, stream_type
 
     def endpoint(
         self, place: str, reply: Any, *statuses: int, streams: bool = False, **more: Any
@@ -102,7 +107,9 @@ class Router(APIRouter):
         method, _, path = place.partition(" ")
         statuses = (*statuses, *_OF_ANSWERS) if streams else statuses
         responses = errors(*statuses, has_body=method == "POST", model=self._error)
-        responses |= streamed("text/event-stream") if streams else {}
+        if not getattr(self.route_class, "needs_json_type", True):
+            responses.pop(415, None)
+        responses |= streamed(self._stream_type) if streams else {}
         return self.api_route(
             path, methods=[method], response_model=reply, responses=responses, **more
         )

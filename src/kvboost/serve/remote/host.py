@@ -60,8 +60,7 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._embeddings: dict[int, Generator[None, None, Vectors]] = {}
         self._loop = asyncio.get_running_loop()
-        pipe.on_full = self._when_full
-        self._loop.add_reader(pipe.socket, self._receive)
+        pipe.serve_in(self._loop, self._receive)
 
     def send_first(self, data: bytes) -> None:
         """Sends what the process needs to begin."""
@@ -84,25 +83,13 @@ class Host:
         """Ends what it has asked for, and the connection."""
         if self._pipe.socket.fileno() < 0:
             return
-        self._loop.remove_reader(self._pipe.socket)
-        self._loop.remove_writer(self._pipe.socket)
-        self._pipe.on_full = lambda: None
-        self._answers.cancel_all()
+        self._pipe.leave(self._loop)
+        for answer in list(self._answers.running.values()):
+            answer.cancel()
         for task in self._tasks.values():
             task.cancel()
         self._embeddings.clear()
         self._pipe.close()
-
-    def _when_full(self) -> None:
-        self._loop.call_soon_threadsafe(self._write_later)
-
-    def _write_later(self) -> None:
-        if self._pipe.socket.fileno() >= 0:
-            self._loop.add_writer(self._pipe.socket, self._write)
-
-    def _write(self) -> None:
-        if self._pipe.flush():
-            self._loop.remove_writer(self._pipe.socket)
 
     def _receive(self) -> None:
         try:

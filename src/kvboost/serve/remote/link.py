@@ -54,8 +54,7 @@ class Link:
         """Receives in the event loop that runs, from now on."""
         self._loop = asyncio.get_running_loop()
         self._home = threading.get_ident()
-        self._pipe.on_full = lambda: self._in_loop(self._write_later)
-        self._loop.add_reader(self._pipe.socket, self._receive)
+        self._pipe.serve_in(self._loop, self._receive)
         self._loop.call_soon(self._take_arrived)
 
     def send(self, message: wire.ToEngine) -> None:
@@ -181,26 +180,13 @@ class Link:
         ending."""
         self.is_lost = True
         if self._loop is not None:
-            self._loop.remove_reader(self._pipe.socket)
-            self._loop.remove_writer(self._pipe.socket)
+            self._pipe.leave(self._loop)
         for future in list(self._calls.values()):
             if future.set_running_or_notify_cancel():
                 future.set_exception(wire.engine_lost())
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.refused(wire.engine_lost())
-
-    def _in_loop(self, work: Callable[[], None]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(work)
-
-    def _write_later(self) -> None:
-        if self._loop is not None and not self.is_lost:
-            self._loop.add_writer(self._pipe.socket, self._write)
-
-    def _write(self) -> None:
-        if self._loop is not None and self._pipe.flush():
-            self._loop.remove_writer(self._pipe.socket)
 
 
 def _read(value: msgspec.Raw, kind: Any) -> Any:

@@ -64,10 +64,6 @@ class Outgoing:
             "healing": list(self.healing),
         }
 
-    def cancel_all(self) -> None:
-        for answer in list(self.running.values()):
-            answer.cancel()
-
 
 class AnswerSender:
     """Sends one answer to its API process."""

@@ -3,6 +3,7 @@ the socket that carries them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import selectors
@@ -201,7 +202,7 @@ class Pipe(Generic[T]):
         self._complete: deque[bytes] = deque()
         self._leaving: deque[memoryview] = deque()
         self._lock = threading.Lock()
-        self.on_full: Callable[[], None] = lambda: None
+        self.on_full: Callable[[], object] = lambda: None
         """Called if something must be kept: ``flush`` is needed once the socket takes more. Any
         thread may call it."""
 
@@ -295,6 +296,25 @@ class Pipe(Generic[T]):
                 selector.modify(self.socket, interest)
                 if any(events & selectors.EVENT_READ for _, events in selector.select()):
                     return
+
+    def serve_in(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], None]) -> None:
+        """Has ``loop`` call ``receive`` when something arrives, and send what was kept."""
+        self.on_full = lambda: loop.call_soon_threadsafe(self._write_later, loop)
+        loop.add_reader(self.socket, receive)
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends that."""
+        self.on_full = lambda: None
+        loop.remove_reader(self.socket)
+        loop.remove_writer(self.socket)
+
+    def _write_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.socket.fileno() >= 0:
+            loop.add_writer(self.socket, self._write, loop)
+
+    def _write(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.flush():
+            loop.remove_writer(self.socket)
 
     def shut(self) -> None:
         """Ends the connection. Whoever receives is told, also at this end."""
