@@ -69,7 +69,7 @@ class Answers:
         self._stack = streams.pop_all()
         for choice in self.choices:
             self._server.live.begin(choice, self._request_id)
-            choice.read_by(_ChoiceReader(self, choice, self._server.metrics))
+            choice.stream.read_by(_ChoiceReader(self, choice, self._server.metrics))
 
     @property
     def is_waiting(self) -> bool:
@@ -81,11 +81,6 @@ class Answers:
         if not self._arrived:
             await self._wait()
         return self._first()[0]
-
-    async def finish(self) -> None:
-        """Waits until all choices have ended."""
-        async for _ in self:
-            pass
 
     def __aiter__(self) -> Self:
         return self
@@ -205,7 +200,7 @@ class _ChoiceReader:
             self._answers.add(error)
 
     def _measure(self) -> None:
-        now, seen = time.perf_counter(), self._choice.num_tokens
+        now, seen = time.perf_counter(), self._choice.stream.num_tokens
         if self._seen:
             self._metrics.tokens(now - self._last, seen - self._seen)
         else:
@@ -264,7 +259,7 @@ async def open_answers(
                 await streams.enter_async_context(stream)
                 choice = Choice(len(choices), prompt_ids, call, stream, received)
                 if wants_logprobs:
-                    choice.read_tokens(TokenReader(engine.decode, int(prompt_ids[-1])))
+                    choice.tokens = TokenReader(engine.decode, int(prompt_ids[-1]))
                 if use is not None:
                     choice.parser = engine.answer_parser(prompt_ids.tolist(), use)
                 choices.append(choice)

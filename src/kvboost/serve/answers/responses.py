@@ -158,7 +158,8 @@ async def _whole(
 ) -> Response:
     async with await opening() as answers:
         first = await answers.begin()
-        await answers.finish()
+        async for _ in answers:
+            pass
         encode = partial(JsonBytes, await writer.whole(answers), headers=headers(first))
         return await call.write(encode)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from kvboost.chat.tool_use import ToolUse
@@ -134,9 +134,7 @@ class ToolUseBlock(chat.Marked):
     type: Literal["tool_use"]
     id: fields.ShortText
     name: chat.ToolName
-    input: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
-    ]
+    input: chat.Arguments
 
 
 _TEXTS = ("text", "document", "search_result")

@@ -46,9 +46,7 @@ Number = Annotated[int, fields.WHOLE]
 
 class OllamaFunction(fields.Body):
     name: chat.ToolName
-    arguments: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
-    ] = Field(default_factory=dict)
+    arguments: chat.Arguments = Field(default_factory=dict)
     index: Number | None = None
 
 

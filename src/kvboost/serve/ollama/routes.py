@@ -30,6 +30,7 @@ from kvboost.serve.ollama.writer import OllamaWriter
 from kvboost.serve.routes.chat import chat_call
 from kvboost.serve.routes.completions import completion_call
 from kvboost.serve.routes.embeddings import check_dimensions, encode
+from kvboost.serve.schema.replies import Version
 from kvboost.serve.server import Caller, Server, ServerState
 
 API_VERSION = "0.12.11"
@@ -120,7 +121,7 @@ async def list_running(server: Server) -> Response:
     return JSONResponse({"models": [running(server, name) for name in all_names(server)]})
 
 
-@router.endpoint("GET /api/version", replies.OllamaVersion)
+@router.endpoint("GET /api/version", Version)
 async def api_version() -> Response:
     """The version of Ollama whose API this is. ``/version`` has that of KVBoost."""
     return JSONResponse({"version": API_VERSION})

@@ -72,7 +72,7 @@ async def upload_file(
     return await _upload(server, caller, cache_salt, text, title)
 
 
-@router.endpoint("GET /documents", replies.DocumentList, 400)
+@router.endpoint("GET /documents", replies.ListOf[replies.DocumentReply], 400)
 async def list_documents(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The documents of the caller."""
     found = server.documents.all(caller.place(cache_salt))
@@ -97,7 +97,7 @@ async def delete_document(
     return JSONResponse({"id": document_id, "deleted": True})
 
 
-@router.endpoint("GET /sessions", replies.SessionList, 400)
+@router.endpoint("GET /sessions", replies.ListOf[replies.SessionReply], 400)
 async def list_sessions(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The caller's conversations whose KV is pinned (``kvboost.session`` of a request)."""
     found = server.sessions.all(caller.place(cache_salt))

@@ -271,6 +271,11 @@ def shallow(value: Any) -> Any:
     return value
 
 
+Arguments = Annotated[
+    dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(shallow)
+]
+
+
 class CalledFunction(fields.Body):
     name: ToolName
     arguments: fields.Text

@@ -52,9 +52,7 @@ class EmbeddingUsage(replies.Reply):
     total_tokens: int
 
 
-class EmbeddingList(replies.Reply):
-    object: Literal["list"]
-    data: list[EmbeddingReply]
+class EmbeddingList(replies.ListOf[EmbeddingReply]):
     model: str
     usage: EmbeddingUsage
 

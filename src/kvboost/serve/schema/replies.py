@@ -3,15 +3,22 @@ the tests compare them with these models."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvboost.results import AnswerAudit, Divergence, Part, Pin
 
+T = TypeVar("T")
+
 
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class ListOf(Reply, Generic[T]):
+    object: Literal["list"]
+    data: list[T]
 
 
 class ErrorDetail(Reply):
@@ -86,11 +93,6 @@ class AnswerSummary(Reply):
     created: int
     prompt_tokens: int
     cached_tokens: int
-
-
-class AnswerList(Reply):
-    object: Literal["list"]
-    data: list[AnswerSummary]
 
 
 class AnswerExplanation(AnswerSummary):
@@ -217,19 +219,22 @@ class ChatChoice(Reply):
     kvboost: ReuseReply | None = None
 
 
-class ChatCompletion(Reply):
+class AnyCompletion(Reply):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
+    usage: Usage
+    kvboost: ReuseReply
+
+
+class ChatCompletion(AnyCompletion):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    usage: Usage
     context_management: EditsReply | None = None
     """There if the request has this field."""
-    kvboost: ReuseReply
 
 
 class CompletionLogprobs(Reply):
@@ -250,15 +255,9 @@ class CompletionChoice(Reply):
     kvboost: ReuseReply | None = None
 
 
-class Completion(Reply):
-    id: str
+class Completion(AnyCompletion):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
-    kvboost: ReuseReply
 
 
 class ModelReply(Reply):
@@ -277,11 +276,6 @@ class AdapterReply(ModelReply):
     digest: str
     """Identifies its content; text is cached under it."""
     rank: int
-
-
-class ModelList(Reply):
-    object: Literal["list"]
-    data: list[AdapterReply | ModelReply]
 
 
 class Unloaded(Reply):
@@ -397,11 +391,6 @@ class DocumentWithText(DocumentReply):
     """As prompts contain it, title included."""
 
 
-class DocumentList(Reply):
-    object: Literal["list"]
-    data: list[DocumentReply]
-
-
 class SessionReply(Reply):
     id: str
     object: Literal["session"]
@@ -413,19 +402,12 @@ class SessionReply(Reply):
     expires_in: float
 
 
-class SessionList(Reply):
-    object: Literal["list"]
-    data: list[SessionReply]
-
-
 class Deleted(Reply):
     id: str
     deleted: Literal[True]
 
 
-class PinList(Reply):
-    object: Literal["list"]
-    data: list[Pin]
+class PinList(ListOf[Pin]):
     bytes: int
     """Of all pinned chunks; one that several pins hold counts once."""
     max_bytes: int
