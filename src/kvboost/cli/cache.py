@@ -14,13 +14,7 @@ import typer
 from rich.table import Table
 
 from kvboost.cli.common import AsJson, errors, expanded, out, print_json, print_line, told
-from kvboost.config import (
-    DEFAULT_MODEL,
-    cache_dir,
-    chosen_cache_secret,
-    format_bytes,
-    parse_bytes,
-)
+from kvboost.config import DEFAULT_MODEL, cache_dir, chosen_cache_secret, format_bytes, parse_bytes
 from kvboost.errors import ConfigError, KVBoostError, ModelError
 
 if TYPE_CHECKING:

@@ -42,10 +42,7 @@ from kvboost.cli.common import (
 from kvboost.config import DEFAULT_MODEL
 
 app = typer.Typer(
-    name="kvboost",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+    name="kvboost", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
 )
 app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")

@@ -112,10 +112,7 @@ def forget(
 
 @app.command()
 @expanded
-def stats(
-    at: At,
-    as_json: AsJson = False,
-) -> None:
+def stats(at: At, as_json: AsJson = False) -> None:
     """Show what is stored, and what requests have reused since the start.
 
     Example: [bold]kvboost vllm stats --json[/bold]

@@ -174,10 +174,7 @@ class EngineConfig:
     @cached_property
     def repair(self) -> RepairParams:
         return RepairParams(
-            self.recompute_strategy,
-            self.recompute_ratio,
-            self.recompute_overlap,
-            self.reuse_moved,
+            self.recompute_strategy, self.recompute_ratio, self.recompute_overlap, self.reuse_moved
         )
 
     def __post_init__(self) -> None:

@@ -19,13 +19,7 @@ import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
-from kvboost.serve.errors import (
-    ApiError,
-    on_engine_error,
-    on_http_error,
-    on_invalid,
-    on_too_much,
-)
+from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid, on_too_much
 from kvboost.serve.http import openapi
 from kvboost.serve.http.application import Application
 from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests

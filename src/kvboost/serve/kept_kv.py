@@ -43,12 +43,7 @@ class KeptKV:
         """By key, the oldest first."""
 
     def keep(
-        self,
-        key: str,
-        token_ids: TokenIds,
-        salt: str,
-        seconds: float,
-        adapter: str | None = None,
+        self, key: str, token_ids: TokenIds, salt: str, seconds: float, adapter: str | None = None
     ) -> None:
         """Pins ``token_ids``, read with ``adapter``, for ``seconds``, under a key by which they can
         be released. Replaces pins of beginnings of the same text."""

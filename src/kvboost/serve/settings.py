@@ -204,10 +204,7 @@ class ServerSettings:
         return (*always, "/metrics") if self.metrics == "key" else always
 
 
-TENANT_PATHS = (
-    *("/kvboost/documents", "/kvboost/files", "/kvboost/sessions"),
-    "/kvboost/explain",
-)
+TENANT_PATHS = (*("/kvboost/documents", "/kvboost/files", "/kvboost/sessions"), "/kvboost/explain")
 """The beginnings of paths below ``/kvboost/`` that every key may use: they show its own data."""
 
 

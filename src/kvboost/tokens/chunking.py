@@ -136,11 +136,7 @@ class _PerToken:
     """
 
     def __init__(
-        self,
-        decode: Decode,
-        vocab_size: int,
-        value: Callable[[str], object],
-        dtype: npt.DTypeLike,
+        self, decode: Decode, vocab_size: int, value: Callable[[str], object], dtype: npt.DTypeLike
     ) -> None:
         self._decode = decode
         self._value = value

@@ -147,9 +147,7 @@ async def deliver(
         return await unless_gone(request.receive, _whole(opening, writer, call))
     answers, first = await unless_gone(request.receive, _begun(opening))
     return LiveResponse(
-        _events(server, answers, writer, request.state.request_id),
-        media_type,
-        headers(first),
+        _events(server, answers, writer, request.state.request_id), media_type, headers(first)
     )
 
 

@@ -85,10 +85,7 @@ class OpenRequests:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._limits = {
-            True: settings.max_requests,
-            False: settings.max_anonymous_requests,
-        }
+        self._limits = {True: settings.max_requests, False: settings.max_anonymous_requests}
         self._open: Counter[bool] = Counter()
         self._most_of_one = max(1, settings.max_requests // 2)
         self._of_one: Counter[str] = Counter()

@@ -115,11 +115,7 @@ class ResponseWriter:
     """Writes one response, and keeps it unless the request says otherwise."""
 
     def __init__(
-        self,
-        server: ServerState,
-        tenant: str,
-        body: ResponseRequest,
-        messages: Sequence[Message],
+        self, server: ServerState, tenant: str, body: ResponseRequest, messages: Sequence[Message]
     ) -> None:
         """``messages``: the conversation that is answered, without instructions."""
         self._server = server

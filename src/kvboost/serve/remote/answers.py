@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from kvboost.config import stop_strings
-from kvboost.results import (
-    PHASES,
-    GenerationResult,
-    Healing,
-    ReuseReport,
-    Timings,
-    TokenLogprob,
-)
+from kvboost.results import PHASES, GenerationResult, Healing, ReuseReport, Timings, TokenLogprob
 from kvboost.runtime.streams import AsyncTextStream
 from kvboost.serve.remote.link import Answered
 from kvboost.serve.remote.wire import Ended, News, from_wire

@@ -157,8 +157,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedTool, Tag("a tool")],
     fields.one_of(
-        choice_kind,
-        "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}",
+        choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
     ),
 ]
 

@@ -100,11 +100,7 @@ def at_most(most: int) -> BeforeValidator:
 def one_of(kind: Callable[[Any], str | None], said: str) -> Discriminator:
     """For unions: ``kind`` names the branch of a value. If it names none, the error says what is
     allowed."""
-    return Discriminator(
-        kind,
-        custom_error_type="one_of",
-        custom_error_message=f"must be {said}",
-    )
+    return Discriminator(kind, custom_error_type="one_of", custom_error_message=f"must be {said}")
 
 
 S = TypeVar("S")
@@ -133,10 +129,7 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 LogitBias = Annotated[
-    dict[
-        Annotated[str, Field(pattern=BIASED_ID)],
-        Annotated[float, Field(ge=-100.0, le=100.0)],
-    ],
+    dict[Annotated[str, Field(pattern=BIASED_ID)], Annotated[float, Field(ge=-100.0, le=100.0)]],
     Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
     at_most(MAX_BIASES),
 ]

@@ -44,9 +44,7 @@ _TOOL_USES = _object(
 )
 
 _THINKING = _object(
-    ("type",),
-    type={"const": THINKING},
-    keep={"anyOf": [_amount(1, "thinking_turns"), *_ALL]},
+    ("type",), type={"const": THINKING}, keep={"anyOf": [_amount(1, "thinking_turns"), *_ALL]}
 )
 
 _EDITS = {"type": "array", "items": {"anyOf": [_THINKING, _TOOL_USES]}, "maxItems": 2}

@@ -150,12 +150,7 @@ _BEST_OF_IS_N: dict[str, Any] = {
 
 class CompletionRequest(Generation):
     model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [
-                needs("stream_options", "object", "stream"),
-                _BEST_OF_IS_N,
-            ]
-        }
+        json_schema_extra={"allOf": [needs("stream_options", "object", "stream"), _BEST_OF_IS_N]}
     )
 
     prompt: Annotated[
