@@ -11,6 +11,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import anyio
@@ -115,15 +116,13 @@ async def read_up_to(most: int, pieces: AsyncIterator[bytes]) -> tuple[bytes, bo
     return bytes(body), True
 
 
+@dataclass
 class _Body(httpx.AsyncByteStream):
     """The body of an answer. Closing it keeps its connection for another request, if possible."""
 
-    def __init__(
-        self, connection: _Connection, idle: list[_Connection], silent_seconds: float | None
-    ) -> None:
-        self._connection = connection
-        self._idle = idle
-        self._silent_seconds = silent_seconds
+    _connection: _Connection
+    _idle: list[_Connection]
+    _silent_seconds: float | None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._connection.pieces(self._silent_seconds):

@@ -142,20 +142,15 @@ def _computed(facts: PlanFacts, traces: Traces, total: int) -> bytearray:
     return painted
 
 
+@dataclass
 class _Writer:
     """Writes the parts of one explanation."""
 
-    def __init__(
-        self,
-        report: ReuseReport,
-        facts: PlanFacts,
-        traces: Traces,
-        token_ids: Sequence[int],
-        decode: Decode,
-    ) -> None:
-        self._report, self._facts, self._traces = report, facts, traces
-        self._ids, self._decode = token_ids, decode
-        self._runs = {run.start: number for number, run in enumerate(facts.moved)}
+    _report: ReuseReport
+    _facts: PlanFacts
+    _traces: Traces
+    _ids: Sequence[int]
+    _decode: Decode
 
     def part(self, start: int, end: int, kind: SpanKind, why: Why) -> Part:
         tiers = dict.fromkeys(
@@ -167,8 +162,7 @@ class _Writer:
         if why is not Why.MOVED:
             detail = self._detail(start, end, why)
             return Part(start, end, kind, why, detail, text, tiers=tuple(tiers))
-        number = self._runs[start]
-        run = self._facts.moved[number]
+        number, run = next(one for one in enumerate(self._facts.moved) if one[1].start == start)
         rows = self._report.recomputed
         recomputed = bisect_left(rows, end) - bisect_left(rows, start)
         then = self._traces.before[number] if self._traces.before else ()

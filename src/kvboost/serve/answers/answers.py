@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Self
@@ -182,15 +183,15 @@ class Answers:
         )
 
 
+@dataclass(eq=False)
 class _ChoiceReader:
     """Takes in the pieces of one choice, and measures the time between them."""
 
-    def __init__(self, answers: Answers, choice: Choice, metrics: Metrics) -> None:
-        self._answers = answers
-        self._choice = choice
-        self._metrics = metrics
-        self._seen = 0
-        self._last = 0.0
+    _answers: Answers
+    _choice: Choice
+    _metrics: Metrics
+    _seen: int = 0
+    _last: float = 0.0
 
     def push(self, pieces: list[str]) -> None:
         self._answers.add(*[(self._choice, piece) for piece in pieces])

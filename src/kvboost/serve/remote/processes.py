@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,13 +57,13 @@ def serve(
         asyncio.run(Supervisor(engine, settings, listening, on_ready, reread).run())
 
 
+@dataclass
 class ApiProcess:
     """An API process, from this side."""
 
-    def __init__(self, process: subprocess.Popen[bytes], host: Host) -> None:
-        self.process = process
-        self.host = host
-        self.is_ready = False
+    process: subprocess.Popen[bytes]
+    host: Host
+    is_ready: bool = False
 
     def ended(self) -> str:
         """Waits until it has ended; returns how. For a thread."""

@@ -382,14 +382,11 @@ class EngineDescription:
 
     @classmethod
     def of(cls, engine: kvboost.KVBoost, tokenizer: bytes) -> EngineDescription:
+        same = ("model_name", "context_length", "vocab_size", "eos_ids", "config")
         return cls(
-            model_name=engine.model_name,
-            context_length=engine.context_length,
-            vocab_size=engine.vocab_size,
-            eos_ids=engine.eos_ids,
+            **{name: getattr(engine, name) for name in same},
             tokenizer=tokenizer,
             image_reader=pickle.dumps(engine.image_reader),
-            config=engine.config,
             facts=engine.facts(),
             dimensions=engine.embedder.dimensions,
             adapters=engine.adapters(),
