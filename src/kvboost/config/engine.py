@@ -16,7 +16,6 @@ from kvboost.config.validation import at_least, one_of, whole
 from kvboost.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
-
 CHUNKING = ("fixed", "semantic", "document")
 KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16

@@ -15,7 +15,6 @@ MAX_LIST = 1024**2
 """Bytes of an upstream's list."""
 MAX_SHOWN = 12
 """Names in one message."""
-
 Models = Mapping[str, str]
 """Names, and what an upstream says about each, as JSON."""
 

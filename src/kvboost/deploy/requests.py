@@ -18,7 +18,6 @@ from kvboost.serve.http.bodies import receive_body
 from kvboost.serve.http.json_text import JsonBudget, JsonTextError
 
 RawHeaders = list[tuple[bytes, bytes]]
-
 UPSTREAM_HEADER = "x-kvboost-upstream"
 """Names the upstream that answered."""
 MAX_HEADERS = 256

@@ -17,7 +17,6 @@ from kvboost.serve.http.problems import shown
 FORWARDED = (b"/v1/", b"/api/")
 """The beginnings of paths that are sent on: OpenAI's and Anthropic's APIs, and Ollama's."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-
 _SAFE = r"A-Za-z0-9_~!$&'()*+,=:@.-"
 _ARRIVED = re.compile(rf"(?:/|[{_SAFE}]|%[0-9A-Fa-f]{{2}})*".encode())
 _DECODED = re.compile(rf"/(?:(?![. ]+(?:/|$))(?:[ {_SAFE}]|[^\x00-\x7f])+(?:/|$))*")

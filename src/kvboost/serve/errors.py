@@ -22,7 +22,6 @@ from kvboost.serve.http.problems import describe, place, short, shown
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
-
 LONGEST_MESSAGE = 4096
 """Errors of the engine may repeat what was sent, such as a path."""
 

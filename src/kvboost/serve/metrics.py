@@ -21,7 +21,6 @@ from prometheus_client.registry import Collector
 import kvboost
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128)

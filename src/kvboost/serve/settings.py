@@ -24,7 +24,6 @@ from kvboost.errors import ConfigError
 
 METRICS = ("open", "key", "off")
 _LEAST = {"max_body_bytes": 1024, "max_header_bytes": 1024}
-
 RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
 """Settings that a running server can change. All others need a restart."""
 

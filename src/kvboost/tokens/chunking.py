@@ -17,10 +17,8 @@ from kvboost.tokens.hashing import TokenIds
 
 Interval = tuple[int, int]
 Decode = Callable[[Sequence[int]], str]
-
 SHORTEST_DOCUMENT = 8
 """A shorter document joins the next one: it would make too small a chunk."""
-
 _SENTENCE_END = re.compile(r"""[.!?…。！？]["'“”’»)\]}」』）】]*\s*\Z""")
 
 

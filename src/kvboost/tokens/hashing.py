@@ -18,7 +18,6 @@ import numpy.typing as npt
 ChunkKey = NewType("ChunkKey", str)
 TokenIds = npt.NDArray[np.int32]
 PrefixHashes = npt.NDArray[np.int64]
-
 HASHED_STEP = 32
 """Tokens from one of a text's ``prefix_hashes`` to the next."""
 _DIGEST_BYTES = 16

@@ -17,13 +17,9 @@ from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, has_images
 
 Prompt = str | list[int] | Conversation
-
-
 _PIECE_CHARACTERS = 32 * 1024
-
 _CUT_TOKENS = 16
 """A text that is cut may have a few more tokens than in one piece. So many are not counted."""
-
 _LONG = 8
 """Characters per token of the context from which a text is counted in pieces first. English has
 about four characters per token."""

@@ -43,10 +43,8 @@ from kvboost.serve.schema.generation import Generation
 from kvboost.serve.server import ServerState
 
 _OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
-
 _NAMED = 8
 """Unknown fields that a note names."""
-
 _PART_BYTES = 64 * 1024
 """A part of a stream that has more is sent, even if the next piece has arrived."""
 

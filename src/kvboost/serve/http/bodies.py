@@ -28,7 +28,6 @@ from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
 
 _DISCARD_SECONDS = 2.0
-
 _DISCARD_BYTES = 64 * 1024**2
 
 

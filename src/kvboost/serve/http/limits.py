@@ -14,7 +14,6 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 _READING = ("GET", "HEAD", "OPTIONS")
-
 ALWAYS_SERVED = ("/health", "/ready")
 """Orchestrators restart a server that does not answer these. They take no time."""
 

@@ -19,11 +19,8 @@ logger = logging.getLogger("kvboost.serve")
 POLLED_PATHS = ("/kvboost/live", "/metrics", "/health", "/ready")
 """Machines ask for these every second or so. They are logged as debug messages, and so are the
 files of the page."""
-
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
 _PAGE = "/static/"
-
 _CACHING = b"cache-control"
 
 _RESTRICTING = [

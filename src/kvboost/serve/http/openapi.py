@@ -42,9 +42,7 @@ _WITH_MODEL = (
     *("OllamaChat", "OllamaGenerate", "ShowRequest"),
 )
 """Bodies that name the model."""
-
 _ALWAYS = (403, 431, 500, 503)
-
 _BODY = (400, 408, 413, 415)
 _OF_ANSWERS = (404, 413, 429, 503, 504)
 

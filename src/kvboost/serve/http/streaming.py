@@ -16,7 +16,6 @@ from kvboost.serve.errors import ClientGone
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-
 _ANY_TEXT = "\0any text\0"
 
 

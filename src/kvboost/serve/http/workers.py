@@ -15,9 +15,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 64 * 1024
 """Smaller inputs take a few milliseconds."""
-
 COMPILERS = 2
-
 MAX_WAITING = 32
 """Formats of one tenant that may wait to be compiled, if there are several tenants."""
 

@@ -28,7 +28,6 @@ def _empty(said: str) -> Any:
 
 
 _NONE_IN_IT: Any = Field(json_schema_extra={"maxItems": 0})
-
 NoImages = Annotated[list[Any], _empty("images are not supported; send text only"), _NONE_IN_IT]
 
 NoContext = Annotated[

@@ -34,7 +34,6 @@ from kvboost.tokens.prompt import Conversation, Prompt, has_images
 router = Router(route_class=BodyRoute, tags=["openai"])
 
 _DAY = 24 * 3600.0
-
 _MAX_CONTEXTS = 16
 """A conversation to edit may have so many times the tokens of the context."""
 

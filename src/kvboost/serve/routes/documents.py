@@ -23,9 +23,7 @@ router = Router(
 )
 
 Salt = Annotated[str, Query(max_length=512, description="The cache_salt of its requests.")]
-
 Title = Annotated[str | None, Query(max_length=512, description="A line before the text.")]
-
 Id = Annotated[str, Path(min_length=1, max_length=512)]
 
 

@@ -59,7 +59,6 @@ def marks_of(ends: Iterable[tuple[int, CacheControl | None]]) -> list[Mark]:
 
 
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII | re.IGNORECASE)
-
 _SHOWN = 40
 
 
@@ -85,7 +84,6 @@ def _as_data(url: str) -> str:
 
 
 DataUrl = Annotated[fields.Text, AfterValidator(_as_data)]
-
 Detail = Literal["auto", "low", "high", "original"]
 """Changes nothing: the model's own image processor decides how an image is scaled."""
 

@@ -25,41 +25,26 @@ from kvboost.serve.http.json_text import JsonBudget, parse_json
 
 MAX_UNKNOWN = 64
 """Unknown fields of one object."""
-
 MAX_MESSAGES = 8192
-
 MAX_PARTS = 4096
 """Parts of one message."""
-
 MAX_TOKEN_IDS = 256 * 1024
 """Token ids of one prompt."""
-
 MAX_N = 8
-
 MAX_PROMPTS = 32
-
 MAX_DOCUMENTS = 256
-
 MAX_INPUTS = 2048
 """Texts of one request for embeddings."""
-
 MAX_STOPS = 64
-
 MAX_WORDS = 1024
 """Words or tokens that end an answer, or that it must not have."""
-
 MAX_BIASES = 1024
-
 MAX_METADATA = 16
-
 MAX_TOOLS = 128
-
 MAX_CALLS = 128
 """Calls of tools in one message."""
-
 MAX_CHOICES = 1024
 """Strings of ``guided_choice``."""
-
 MAX_SEED = 2**63 - 1
 """Larger seeds start again at 0."""
 
@@ -107,25 +92,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 TextOrList = Annotated[S, Tag("as text")] | Annotated[T, Tag("as list")]
 """A union for ``one_of(text_or_list, ...)``."""
-
 WHOLE = BeforeValidator(_whole)
-
 Text = Annotated[str, AfterValidator(_unicode)]
-
 SomeText = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
-
 ShortText = Annotated[str, Field(max_length=512), AfterValidator(_unicode)]
-
 TOKEN_ID = "Token id"
-
 BIASED_ID = r"^[0-9]{1,9}$"
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
-
 TokenIds = Annotated[list[TokenId], some(MAX_TOKEN_IDS)]
-
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 LogitBias = Annotated[
@@ -148,25 +123,17 @@ TemplateOptions = Annotated[
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model shall think."""
-
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
-
 Truncate = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 """Tokens to which a text is cut; -1: as many as the model takes."""
-
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-
 TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 """0 and -1 turn it off."""
-
 Seed = Annotated[int, WHOLE]
 """Any whole number: readers that hold numbers in a double cannot keep a limit of 64 bits."""
-
 MAX_TTL = 30 * 24 * 3600.0
 """Seconds for which anything may be pinned over HTTP, unless it has no end."""
-
 Ttl = Annotated[float, Field(gt=0.0, le=MAX_TTL)]
-
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 Logprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
 

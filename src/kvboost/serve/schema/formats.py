@@ -12,10 +12,8 @@ from kvboost.serve.schema import fields
 
 MAX_GRAMMAR = 256 * 1024
 """Characters of a regular expression or grammar."""
-
 MAX_SCHEMA_VALUES = 8192
 """JSON values in one schema."""
-
 MAX_PROPERTIES = 1024
 """Properties of one object in a schema. The time to compile them grows with their square: so many
 take half a second."""
@@ -68,9 +66,7 @@ def _parsed(value: Any, info: ValidationInfo) -> Any:
 
 
 SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parsed)]
-
 GrammarText = Annotated[fields.SomeText, Field(max_length=MAX_GRAMMAR)]
-
 Choices = Annotated[list[fields.SomeText], fields.some(fields.MAX_CHOICES)]
 
 

@@ -30,7 +30,6 @@ def _amount(least: int, *types: str) -> dict[str, Any]:
 
 
 _NAMES = {"type": "array", "items": {"type": "string"}}
-
 _ALL = [{"const": "all"}, _object(("type",), type={"const": "all"})]
 
 _TOOL_USES = _object(
