@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -22,7 +23,7 @@ from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid, on_too_much
 from kvboost.serve.http import openapi
 from kvboost.serve.http.application import Application
-from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests
+from kvboost.serve.http.limits import EXPOSED, HeadLimits, OpenRequests
 from kvboost.serve.http.middleware import RequestMiddleware
 from kvboost.serve.http.openapi import Router, errors
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -97,7 +98,14 @@ def create_app(engine: kvboost.KVBoost, settings: ServerSettings | None = None) 
     app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)
     app.add_middleware(HeadLimits, settings=settings)
     if settings.cors_origins:
-        app.add_middleware(Cors, origins=settings.cors_origins)
+        # Keys are in a header, never in cookies, so pages may not send credentials.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
+            expose_headers=EXPOSED,
+        )
     app.add_middleware(RequestMiddleware, server=state)
     openapi.install(app, state)
     return app

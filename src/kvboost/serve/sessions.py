@@ -17,6 +17,8 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 from kvboost.tokens.hashing import TokenIds
 
+_UNPINNED = "the session's KV is not pinned"
+
 
 @dataclass
 class Session:
@@ -69,40 +71,27 @@ class Sessions:
         if so."""
         seconds = self._settings.session_seconds if ttl is None else ttl
         with self._renewing:
-            return self._renew(place, session_id, token_ids, seconds, adapter)
-
-    def _renew(
-        self,
-        place: Place,
-        session_id: str,
-        token_ids: TokenIds,
-        seconds: float,
-        adapter: str | None,
-    ) -> str | None:
-        now = self._clock()
-        live = self._live()
-        session = live.get((place, session_id))
-        if session is None:
-            own = sum(one.place.owner == place.owner for one in live.values())
-            if own >= self._settings.max_sessions:
-                return (
-                    f"the session's KV is not pinned: {own:,} sessions are open, as many as a key "
-                    "may have"
+            now = self._clock()
+            live = self._live()
+            session = live.get((place, session_id))
+            if session is None:
+                own = sum(one.place.owner == place.owner for one in live.values())
+                if own >= self._settings.max_sessions:
+                    return f"{_UNPINNED}: {own:,} sessions are open, as many as a key may have"
+                session = Session(session_id, place, time.time(), now)
+            try:
+                pin = self._engine.pin_cached(
+                    session.pin_name, token_ids, ttl=seconds, cache_salt=place.salt, adapter=adapter
                 )
-            session = Session(session_id, place, time.time(), now)
-        try:
-            pin = self._engine.pin_cached(
-                session.pin_name, token_ids, ttl=seconds, cache_salt=place.salt, adapter=adapter
-            )
-        except KVBoostError as error:
-            return f"the session's KV is not pinned: {error}"
-        if not pin.tokens:
-            return "the session's KV is not pinned: nothing of it is in the cache"
-        session.turns += 1
-        session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
-        with self._lock:
-            self._sessions[place, session_id] = session
-        return None
+            except KVBoostError as error:
+                return f"{_UNPINNED}: {error}"
+            if not pin.tokens:
+                return f"{_UNPINNED}: nothing of it is in the cache"
+            session.turns += 1
+            session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
+            with self._lock:
+                self._sessions[place, session_id] = session
+            return None
 
     def all(self, place: Place) -> list[dict[str, Any]]:
         return [self._describe(one) for one in self._live().values() if one.place == place]

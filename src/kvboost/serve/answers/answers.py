@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 class Answers:
     """An iterator of ``(choice, piece)`` in the order in which pieces arrive, and of
-    ``(choice, None)`` when a choice ends. Leaving the ``async with`` block cancels the answers that
+    ``(choice, None)`` when a choice ends. ``aclose`` cancels the answers that
     still run and frees their KV within one step. Pieces wait here until they are taken, so a slow
     client does not slow down the engine."""
 
@@ -49,12 +49,6 @@ class Answers:
         self._running = len(choices)
         self._stack = AsyncExitStack()
         self._closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -224,7 +218,7 @@ async def open_answers(
     server: ServerState, tenant: str, request_id: str, call: EngineCall, received: float
 ) -> Answers:
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
-    queues none. The caller must close the result, best with ``async with``."""
+    queues none. The caller must close the result."""
     engine = server.engine
     work = partial(
         read,

@@ -152,7 +152,7 @@ async def deliver(
 async def _whole(
     opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter, call: EngineCall
 ) -> Response:
-    async with await opening() as answers:
+    async with aclosing(await opening()) as answers:
         first = await answers.begin()
         async for _ in answers:
             pass
@@ -175,7 +175,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """What ``writer`` writes, in as few parts as possible: all of what has arrived is one. If the
     server stops before the answers have ended, the last event is an error that says so."""
-    async with answers, aclosing(writer.events(answers)) as events:
+    async with aclosing(answers), aclosing(writer.events(answers)) as events:
         written = bytearray()
         try:
             async for one in events:

@@ -10,7 +10,6 @@ from typing import Any, Self
 from kvboost.config import stop_strings
 from kvboost.results import PHASES, GenerationResult, Healing, ReuseReport, Timings, TokenLogprob
 from kvboost.runtime.streams import AsyncTextStream
-from kvboost.serve.remote.link import Answered
 from kvboost.serve.remote.wire import Ended, News, from_wire
 from kvboost.tokens.text import AnswerText, Tokenizer
 
@@ -94,7 +93,7 @@ class RemoteState:
         )
 
 
-class RemoteStream(AsyncTextStream, Answered):
+class RemoteStream(AsyncTextStream):
     """The answer to one request. Entering it waits until the engine has queued the request, or
     raises the error with which it refuses."""
 
@@ -113,10 +112,12 @@ class RemoteStream(AsyncTextStream, Answered):
         return self
 
     def accepted(self) -> None:
+        """The request is queued."""
         if not self._queued.done():
             self._queued.set_result(None)
 
     def refused(self, error: Exception) -> None:
+        """There is no answer, or no more of it."""
         if self._queued.done():
             self.end(error)
         else:
@@ -124,6 +125,7 @@ class RemoteStream(AsyncTextStream, Answered):
             self._queued.set_exception(error)
 
     def take(self, news: News) -> None:
+        """More of the answer has arrived."""
         self.accepted()
         self._on_news(news)
         if pieces := self.state.take(news):

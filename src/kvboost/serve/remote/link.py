@@ -8,26 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
 from kvboost.serve.remote import wire
 
+if TYPE_CHECKING:
+    from kvboost.serve.remote.answers import RemoteStream
+
 T = TypeVar("T")
-
-
-class Answered:
-    """What receives an answer of the engine. For the event loop."""
-
-    def accepted(self) -> None:
-        """The request is queued."""
-
-    def take(self, news: wire.News) -> None:
-        """More of the answer has arrived."""
-
-    def refused(self, error: Exception) -> None:
-        """There is no answer, or no more of it."""
 
 
 class Link:
@@ -40,7 +30,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[msgspec.Raw]] = {}
-        self._answers: dict[int, Answered] = {}
+        self._answers: dict[int, RemoteStream] = {}
         self._arrived: deque[wire.ToApi] = deque()
         """What arrived while a call was waited for."""
         self.is_lost = False
@@ -60,7 +50,7 @@ class Link:
     def send(self, message: wire.ToEngine) -> None:
         self._pipe.send(message)
 
-    def ask(self, answer: Answered, make: Callable[[int], wire.ToEngine]) -> int:
+    def ask(self, answer: RemoteStream, make: Callable[[int], wire.ToEngine]) -> int:
         """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
         receives it."""
         if self.is_lost:

@@ -166,13 +166,6 @@ def described_tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **given}}
 
 
-class Described(Protocol):
-    """A tool in the words of some API."""
-
-    def described(self) -> dict[str, Any]:
-        """As chat templates and grammars expect it."""
-
-
 class Named(Protocol):
     """The choice of one tool."""
 
@@ -181,9 +174,10 @@ class Named(Protocol):
 
 
 def make_use(
-    tools: Sequence[Described] | None, choice: str | Named | None, parallel: bool | None
+    tools: Sequence[Any] | None, choice: str | Named | None, parallel: bool | None
 ) -> ToolUse:
-    """What a request says about tools. Raises a validation error if it contradicts itself."""
+    """What a request says about ``tools`` of some API, each of which can be ``described``. Raises a
+    validation error if it contradicts itself."""
     given = [tool.described() for tool in tools or ()]
     names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):
