@@ -66,13 +66,9 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
     method, path = request.method, request.scope["path"]
     raw: bytes = request.scope["raw_path"]
     check_target(method, raw)
-    if len(request.scope["headers"]) > MAX_HEADERS:
-        raise ApiError(
-            431,
-            f"the request has {len(request.scope['headers']):,} headers; at most {MAX_HEADERS} are "
-            "allowed",
-            code="headers_too_large",
-        )
+    if (number := len(request.scope["headers"])) > MAX_HEADERS:
+        said = f"the request has {number:,} headers; at most {MAX_HEADERS} are allowed"
+        raise ApiError(431, said, "headers_too_large")
     body = await receive_body(request, state.settings)
     query: bytes = request.scope["query_string"]
     target = raw + (b"?" + query if query else b"")

@@ -117,13 +117,11 @@ class AuthMiddleware:
             headers = dict(scope["headers"])
             try:
                 tenant = self._keys.tenant(_given_key(headers))
-                needs_admin = scope["path"].startswith(self._admin)
-                if scope["path"].startswith(TENANT_PATHS):
-                    needs_admin = False
+                path = scope["path"]
+                needs_admin = path.startswith(self._admin) and not path.startswith(TENANT_PATHS)
                 if needs_admin and not tenant.is_admin:
-                    raise ApiError(
-                        403, f"the key of {tenant.name!r} is not an administrator's", "not_admin"
-                    )
+                    said = f"the key of {tenant.name!r} is not an administrator's"
+                    raise ApiError(403, said, "not_admin")
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return

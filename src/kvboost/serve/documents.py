@@ -131,13 +131,9 @@ class Documents:
         """Raises ApiError 404 if there is no such document at ``place``."""
         found = self._documents.get((place, document_id))
         if found is None:
-            raise ApiError(
-                404,
-                f"there is no document {shown(document_id)} under this key and cache_salt; POST "
-                "/kvboost/documents uploads one and returns its id",
-                "document_not_found",
-                "document_id",
-            )
+            said = f"there is no document {shown(document_id)} under this key and cache_salt"
+            said += "; POST /kvboost/documents uploads one and returns its id"
+            raise ApiError(404, said, "document_not_found", "document_id")
         return found
 
     def all(self, place: Place) -> list[Document]:
@@ -177,13 +173,10 @@ class Documents:
         most, most_bytes = self._settings.max_documents, self._settings.max_document_bytes
         held, size = sum(one.size for one in own), new.size
         if len(own) >= most or held + size > most_bytes:
-            raise ApiError(
-                409,
-                f"the document has {size:,} bytes, and {len(own):,} documents with {held:,} bytes "
-                f"are kept; a key may keep {most:,} with {most_bytes:,} bytes: delete some",
-                "documents_full",
-                "text",
-            )
+            kept = f"{len(own):,} documents with {held:,} bytes are kept"
+            allowed = f"a key may keep {most:,} with {most_bytes:,} bytes: delete some"
+            said = f"the document has {size:,} bytes, and {kept}; {allowed}"
+            raise ApiError(409, said, "documents_full", "text")
 
     async def _read_all(self, groups: Sequence[Sequence[Tenant]]) -> None:
         for tenants in groups:

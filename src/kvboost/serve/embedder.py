@@ -62,22 +62,13 @@ class Embedder:
         """Raises ApiError 400 if the model cannot embed some input."""
         for number, ids in enumerate(batch):
             if self.max_tokens is not None and len(ids) > self.max_tokens:
-                raise ApiError(
-                    400,
-                    f"input {number} has {len(ids):,} tokens or more; the model takes "
-                    f"{self.max_tokens:,}: "
-                    "split it, or set truncate_prompt_tokens to -1 (in Ollama's API: truncate to "
-                    "true)",
-                    "context_length_exceeded",
-                    "input",
-                )
-            if max(ids) >= self.vocab_size:
-                raise ApiError(
-                    400,
-                    f"input {number} has token id {max(ids):,}; the model has {self.vocab_size:,}",
-                    "invalid_value",
-                    "input",
-                )
+                said = f"input {number} has {len(ids):,} tokens or more; the model takes "
+                said += f"{self.max_tokens:,}: split it, or set truncate_prompt_tokens to -1 "
+                said += "(in Ollama's API: truncate to true)"
+                raise ApiError(400, said, "context_length_exceeded", "input")
+            if (last := max(ids)) >= self.vocab_size:
+                said = f"input {number} has token id {last:,}; the model has {self.vocab_size:,}"
+                raise ApiError(400, said, "invalid_value", "input")
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:
         """``[inputs, dimensions]``, each of length 1. Answers of other requests go on: each waits

@@ -267,7 +267,7 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
         case "none_required":
             message = f"{param} is not supported by this server; leave it out"
             return ApiError(400, message, "unsupported_field", param)
-        case "too_many_fields" | "too_many_items":
+        case "too_many":
             message = f"{param or 'the body'} {first['msg']}"
             return ApiError(400, message, "invalid_value", param)
     same = (

@@ -119,13 +119,8 @@ class Sessions:
     def _find(self, place: Place, session_id: str) -> Session:
         found = self._live().get((place, session_id))
         if found is None:
-            raise ApiError(
-                404,
-                f"there is no session {shown(session_id)} under this key and cache_salt; it may "
-                "have expired",
-                "session_not_found",
-                "session_id",
-            )
+            said = f"there is no session {shown(session_id)} under this key and cache_salt"
+            raise ApiError(404, f"{said}; it may have expired", "session_not_found", "session_id")
         return found
 
     def _live(self) -> dict[tuple[Place, str], Session]:

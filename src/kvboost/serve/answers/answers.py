@@ -289,12 +289,8 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: TokenIds) 
 def _unsupported(error: StructuredOutputError, call: EngineCall) -> ApiError:
     """Names the field of the request that asked for the format."""
     field = "tools" if error.option == "tools" else call.format_field
-    return ApiError(
-        400,
-        str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
-        "unsupported_format",
-        field,
-    )
+    said = str(error) if field is None else f"{field} cannot be enforced: {error.reason}"
+    return ApiError(400, said, "unsupported_format", field)
 
 
 async def _boundaries(

@@ -134,13 +134,9 @@ def refuse_many_documents(
     if limit is not None and found >= limit:
         raise _too_long(found, limit)
     if (size := sum(one.size for one in documents)) > most_bytes:
-        raise ApiError(
-            413,
-            f"the prompt refers to {len(documents):,} documents with {size:,} bytes; at most "
-            f"{most_bytes:,} bytes are allowed, as in a body",
-            "prompt_too_large",
-            "messages",
-        )
+        said = f"the prompt refers to {len(documents):,} documents with {size:,} bytes"
+        said += f"; at most {most_bytes:,} bytes are allowed, as in a body"
+        raise ApiError(413, said, "prompt_too_large", "messages")
 
 
 def _too_long(found: int, limit: int, times: int = 1) -> ApiError:

@@ -56,18 +56,15 @@ def engine_call(
     engine could ever queue. A tenant among others may use half of the queue, but not the last place
     while it has running requests."""
     n, config = body.n or 1, server.engine.config
+    answers = n * len(prompts)
     share = config.max_waiting
     if caller.counts_as:
         share = (share + 1) // 2 if share > 1 else 0
     limit = share + config.max_running
-    if n * len(prompts) > limit:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server allows "
-            f"{limit} at a time",
-            "too_many_answers",
-            "n" if n > 1 else "prompt",
-        )
+    if answers > limit:
+        said = f"{len(prompts)} prompts and n={n} make {answers} answers"
+        told = f"{said}; this server allows {limit} at a time"
+        raise ApiError(400, told, "too_many_answers", "n" if n > 1 else "prompt")
     place = caller.place(body.cache_salt)
     given = body.engine_options() | {
         "adapter": server.adapter(body.model),

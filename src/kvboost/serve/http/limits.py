@@ -36,31 +36,21 @@ class HeadLimits:
         framing = 4  # a colon, a blank and the end of the line
         size = sum(len(name) + len(value) + framing for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        if size > settings.max_header_bytes:
-            return ApiError(
-                431,
-                f"the headers have {size:,} bytes; at most {settings.max_header_bytes:,} are "
-                "allowed",
-                "headers_too_large",
-            )
+        if size > (most := settings.max_header_bytes):
+            said = f"the headers have {size:,} bytes; at most {most:,} are allowed"
+            return ApiError(431, said, "headers_too_large")
         headers = dict(scope["headers"])
         origin = None if scope["method"] in _READING else foreign_origin(headers)
         if origin is not None and not {origin, "*"} & {*settings.cors_origins}:
-            return ApiError(
-                403,
-                f"web pages of {shown(origin)} may not use this server; start it with "
-                "--cors-origin to allow them",
-                "origin_not_allowed",
-            )
+            said = f"web pages of {shown(origin)} may not use this server"
+            told = f"{said}; start it with --cors-origin to allow them"
+            return ApiError(403, told, "origin_not_allowed")
         if settings.allowed_hosts:
             host = headers.get(b"host", b"").decode("latin-1")
             if _host_name(host) not in settings.allowed_hosts:
-                return ApiError(
-                    403,
-                    f"this server does not answer to the host name {shown(host)}; start it with "
-                    "--allow-host to add it",
-                    "host_not_allowed",
-                )
+                said = f"this server does not answer to the host name {shown(host)}"
+                told = f"{said}; start it with --allow-host to add it"
+                return ApiError(403, told, "host_not_allowed")
         return None
 
 

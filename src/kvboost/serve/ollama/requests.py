@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import chat, fields
@@ -21,7 +20,7 @@ def _empty(said: str) -> Any:
 
     def check(value: Any) -> Any:
         if value:
-            raise PydanticCustomError("unsupported", said)
+            raise fields.unsupported(said)
         return value
 
     return AfterValidator(check)

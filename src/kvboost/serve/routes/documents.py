@@ -60,18 +60,13 @@ async def upload_file(
     data = await receive_body(request, server.settings)
     kind = request.headers.get("content-type", "")
     if not kind.strip().lower().startswith("text/"):
-        raise ApiError(
-            415,
-            f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain' and its text "
-            "in UTF-8",
-            "not_text",
-        )
+        said = f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain'"
+        raise ApiError(415, f"{said} and its text in UTF-8", "not_text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the file is not UTF-8: byte {error.start:,} is wrong", "not_utf8"
-        ) from None
+        said = f"the file is not UTF-8: byte {error.start:,} is wrong"
+        raise ApiError(400, said, "not_utf8") from None
     if not text:
         raise ApiError(400, "the file is empty", "invalid_value")
     return await _upload(server, caller, cache_salt, text, title)

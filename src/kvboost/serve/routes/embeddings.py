@@ -69,14 +69,10 @@ async def rerank(body: RerankRequest, request: Request, server: Server, caller: 
 
 def check_dimensions(server: ServerState, asked: int | None) -> None:
     """Raises ApiError 400 unless the vectors have as many dimensions as a request asks for."""
-    if asked not in (None, server.embedder.dimensions):
-        raise ApiError(
-            400,
-            f"dimensions={asked} is not supported: this model's vectors have "
-            f"{server.embedder.dimensions} and cannot be shortened",
-            "invalid_value",
-            "dimensions",
-        )
+    own = server.embedder.dimensions
+    if asked not in (None, own):
+        said = f"dimensions={asked} is not supported: this model's vectors have {own}"
+        raise ApiError(400, f"{said} and cannot be shortened", "invalid_value", "dimensions")
 
 
 async def encode(

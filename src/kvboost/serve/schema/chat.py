@@ -65,21 +65,16 @@ _SHOWN = 40
 def refuse_unseen(kind: Any, info: ValidationInfo) -> Any:
     """Refuses images that the model cannot be given."""
     if isinstance(info.context, fields.BodyContext) and not info.context.takes_images:
-        raise PydanticCustomError(
-            "unsupported", "images are not supported by this server; send parts of type 'text'"
-        )
+        raise _other_part("images are")
     return kind
 
 
 def _as_data(url: str) -> str:
     """Refuses what is no data URL: this server fetches nothing for strangers."""
     if _DATA_URL.match(url) is None:
-        raise PydanticCustomError(
-            "unsupported",
-            "must be a data URL like 'data:image/png;base64,...', not {shown}: this server fetches "
-            "no addresses",
-            {"shown": repr(url[:_SHOWN])},
-        )
+        like = "must be a data URL like 'data:image/png;base64,...'"
+        said = f"{like}, not {url[:_SHOWN]!r}: this server fetches no addresses"
+        raise fields.unsupported(said)
     return url
 
 
@@ -205,13 +200,14 @@ OTHER_PARTS = {
 }
 
 
+def _other_part(what: str) -> PydanticCustomError:
+    said = f"{what} not supported by this server; send parts of type 'text'"
+    return fields.unsupported(said)
+
+
 def refuse_other_parts(kind: Any) -> Any:
     if isinstance(kind, str) and kind in OTHER_PARTS:
-        raise PydanticCustomError(
-            "unsupported",
-            "{what} not supported by this server; send parts of type 'text'",
-            {"what": OTHER_PARTS[kind]},
-        )
+        raise _other_part(OTHER_PARTS[kind])
     return kind
 
 

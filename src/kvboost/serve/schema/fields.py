@@ -67,16 +67,22 @@ def some(most: int, least: int = 1) -> Any:
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
+def too_many(said: str) -> PydanticCustomError:
+    """The error for an object or list that has more than it may have."""
+    return PydanticCustomError("too_many", "{said}", {"said": said})
+
+
+def unsupported(said: str) -> PydanticCustomError:
+    """The error for something that this server cannot do."""
+    return PydanticCustomError("unsupported", "{said}", {"said": said})
+
+
 def at_most(most: int) -> BeforeValidator:
     """Refuses a larger object before any of its items is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has {count} entries; at most {most} are allowed",
-                {"count": f"{len(value):,}", "most": most},
-            )
+            raise too_many(f"has {len(value):,} entries; at most {most} are allowed")
         return value
 
     return BeforeValidator(check)
@@ -216,7 +222,7 @@ def single_prompt_kind(value: Any) -> str | None:
 
 def _never(value: bool) -> bool:
     if value:
-        raise PydanticCustomError("unsupported", "true is not supported by this server")
+        raise unsupported("true is not supported by this server")
     return value
 
 
@@ -274,11 +280,8 @@ class Body(BaseModel):
         known = cls._known_fields()
         if len(value.keys() - known) > MAX_UNKNOWN:  # each would be an error or a note
             unknown = next(name for name in value if name not in known)
-            raise PydanticCustomError(
-                "too_many_fields",
-                "has {count} fields, and {unknown} is not a field that this server knows",
-                {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
-            )
+            named = f"{unknown[:80]!r} is not a field that this server knows"
+            raise too_many(f"has {len(value):,} fields, and {named}")
         given = {name: one for name, one in value.items() if one is not None}
         if cls.leaves_out_unknown and isinstance(info.context, BodyContext):
             info.context.leave_out(given, known)

@@ -28,24 +28,15 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
         seen += len(inside)
         properties = value.get("properties") if isinstance(value, dict) else None
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has an object of {count} properties; at most {most} are allowed",
-                {"count": f"{len(properties):,}", "most": f"{MAX_PROPERTIES:,}"},
-            )
+            most = f"at most {MAX_PROPERTIES:,} are allowed"
+            raise fields.too_many(f"has an object of {len(properties):,} properties; {most}")
         if seen > MAX_SCHEMA_VALUES:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has more than {most} JSON values; make the schema smaller",
-                {"most": f"{MAX_SCHEMA_VALUES:,}"},
-            )
+            said = f"has more than {MAX_SCHEMA_VALUES:,} JSON values"
+            raise fields.too_many(f"{said}; make the schema smaller")
         waiting += [one for one in inside if isinstance(one, (dict, list))]
     if depth_of(schema) > MAX_DEPTH:
-        raise PydanticCustomError(
-            "too_many_items",
-            "is nested deeper than {most} lists and objects; make the schema flatter",
-            {"most": MAX_DEPTH},
-        )
+        said = f"is nested deeper than {MAX_DEPTH} lists and objects"
+        raise fields.too_many(f"{said}; make the schema flatter")
     return schema
 
 
