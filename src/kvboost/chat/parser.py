@@ -68,11 +68,13 @@ class TextParser:
         parts: list[Part] = []
         while self._held:
             before = self._held
+            # A call without a tag may begin only where the content does.
+            is_bare = self._calls is not None and self._is_fresh and self._kind == "content"
             if self._reader is not None:
                 parts += self._read_call(self._reader)
             elif self._in_tag:
                 parts += self._read_in_tag(final=final)
-            elif begins := self._is_bare and self._begins_call():
+            elif begins := is_bare and self._begins_call():
                 self._reader = CallReader(self._names)
             elif begins is None and not final:
                 break
@@ -123,11 +125,6 @@ class TextParser:
             self._kind = "content"
         else:
             self._in_tag = True
-
-    @property
-    def _is_bare(self) -> bool:
-        """Whether a call without a tag may begin here: only where the content does."""
-        return self._calls is not None and self._is_fresh and self._kind == "content"
 
     def _begins_call(self) -> bool | None:
         """Whether a call begins here; None if more text must tell. What precedes it is dropped."""

@@ -53,7 +53,8 @@ class ToolUse:
         grammar = answer
         if self.is_forced:
             called = [tool for tool in self.offered if self.named in (None, _name(tool))]
-            grammar = forced_calls(called, style.calls, parallel=self._several)
+            several = self.parallel and self.named is None
+            grammar = forced_calls(called, style.calls, parallel=several)
         elif self.offered and answer is not None:
             grammar = calls_or(answer, self.offered, style.calls, parallel=self.parallel)
         elif self._is_strict:
@@ -67,10 +68,6 @@ class ToolUse:
         no grammar sees to it."""
         limited = self.offered and not self.parallel and grammar is None
         return [style.calls.closes] if limited and style.calls.closes else []
-
-    @property
-    def _several(self) -> bool:
-        return self.parallel and self.named is None
 
 
 def tool_use(tools: Sequence[Tool], choice: str, parallel: bool = True) -> ToolUse:

@@ -122,11 +122,8 @@ async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
     Requests are answered meanwhile. 503 if it can answer none any more and must be started
     again."""
-    if server.engine.failure is not None:
-        return JSONResponse({"status": "failed"}, 503)
-    if server.documents.warming is None:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "warming", **_warming(server)})
+    status = 200 if server.engine.failure is None else 503
+    return JSONResponse(_hindrance(server) or {"status": "ok"}, status)
 
 
 @router.get("/ready", **_HEALTH)
@@ -135,11 +132,8 @@ async def ready(server: Server) -> Response:
     documents that it starts with, stops, or must be started again."""
     if server.draining:
         return JSONResponse({"status": "draining"}, 503)
-    if server.engine.failure is not None:
-        return JSONResponse({"status": "failed"}, 503)
-    if server.documents.warming is not None:
-        return JSONResponse({"status": "warming", **_warming(server)}, 503)
-    return JSONResponse({"status": "ready"})
+    hindrance = _hindrance(server)
+    return JSONResponse(hindrance or {"status": "ready"}, 503 if hindrance else 200)
 
 
 @metrics_router.get(
@@ -167,6 +161,10 @@ async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
 
-def _warming(server: ServerState) -> dict[str, int]:
-    done, total = server.documents.warming or (0, 0)
-    return {"warmed": done, "to_warm": total}
+def _hindrance(server: ServerState) -> dict[str, Any] | None:
+    """What keeps the server from being ready; None if nothing does."""
+    if server.engine.failure is not None:
+        return {"status": "failed"}
+    if (warming := server.documents.warming) is not None:
+        return {"status": "warming", "warmed": warming[0], "to_warm": warming[1]}
+    return None

@@ -84,22 +84,16 @@ class Output:
 
 
 def _new_item(block: Block) -> dict[str, Any]:
-    number, status = uuid4().hex, "in_progress"
+    more: dict[str, Any]
     match block.kind:
         case "reasoning":
-            item = {"id": f"rs_{number}", "type": "reasoning", "status": status}
-            return {**item, "summary": [], "content": []}
+            prefix, kind, more = "rs", "reasoning", {"summary": [], "content": []}
         case "content":
-            item = {"id": f"msg_{number}", "type": "message", "status": status}
-            return {**item, "role": "assistant", "content": []}
+            prefix, kind, more = "msg", "message", {"role": "assistant", "content": []}
         case "call":
-            item = {"id": f"fc_{number}", "type": "function_call", "status": status}
-            return {
-                **item,
-                "call_id": f"call_{uuid4().hex[:24]}",
-                "name": block.name,
-                "arguments": "",
-            }
+            prefix, kind, more = "fc", "function_call", {"call_id": f"call_{uuid4().hex[:24]}"}
+            more |= {"name": block.name, "arguments": ""}
+    return {"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **more}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The field ``context_management`` of requests: its schema, and the check of its value."""
+"""The fields that chat and completions share, with their checks as the engine's options."""
 
 from __future__ import annotations
 
