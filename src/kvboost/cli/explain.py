@@ -12,18 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvboost.cli.common import (
-    AsJson,
-    Loading,
-    Mode,
-    Model,
-    errors,
-    expanded,
-    load_engine,
-    out,
-    print_json,
-    told,
-)
+from kvboost.cli import common
 from kvboost.cli.explained_requests import Asked, read_requests
 from kvboost.config import DEFAULT_MODEL, GenerationMode, choose
 from kvboost.results import Explanation
@@ -32,22 +21,22 @@ Explain = Callable[[Asked, "str | None"], Explanation]
 """Serves a request, explains it, and reads the answer that a later request holds, if any."""
 
 
-@expanded
+@common.expanded
 def explain(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The requests; - reads standard input.")
     ],
-    model: Model = DEFAULT_MODEL,
+    model: common.Model = DEFAULT_MODEL,
     url: Annotated[
-        str | None, told("Ask this server of kvboost serve, which has a model and a cache.")
+        str | None, common.told("Ask this server of kvboost serve, which has a model and a cache.")
     ] = None,
     api_key: Annotated[
-        str | None, told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
+        str | None, common.told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
     ] = None,
-    mode: Mode = "chunk_kv_reuse",
+    mode: common.Mode = "chunk_kv_reuse",
     *,
-    loading: Loading,
-    as_json: AsJson = False,
+    loading: common.Loading,
+    as_json: common.AsJson = False,
 ) -> None:
     """Show why each part of a prompt would or would not be reused, and which edit is to blame.
 
@@ -62,7 +51,7 @@ def explain(
     Example: [bold]kvboost explain turns.jsonl[/bold]
     """
     explained = []
-    with errors():
+    with common.errors():
         choose(GenerationMode, mode, "mode")
         requests = read_requests(file, sys.stdin.read)
         serving = _local(model, mode, loading) if url is None else _server(url, api_key, mode)
@@ -71,14 +60,14 @@ def explain(
                 found = serve_one(request, request.answer_before(following))
                 explained.append({"line": request.line, **found.as_dict()})
                 if not as_json:
-                    _show(request, len(requests), found, out)
+                    _show(request, len(requests), found, common.out)
     if as_json:
-        print_json(explained)
+        common.print_json(explained)
 
 
 @contextmanager
-def _local(model: str, mode: str, loading: Loading) -> Iterator[Explain]:
-    with load_engine(model, loading) as engine:
+def _local(model: str, mode: str, loading: common.Loading) -> Iterator[Explain]:
+    with common.load_engine(model, loading) as engine:
         busy = Console(stderr=True)
 
         def serve_one(request: Asked, answer: str | None) -> Explanation:

@@ -252,15 +252,8 @@ class EngineConfig:
 
 
 SIZES = (
-    "max_cache_bytes",
-    "max_pinned_bytes",
-    "gpu_cache_bytes",
-    "disk_cache_bytes",
-    "remote_cache_bytes",
-    "max_kv_bytes",
-    "far_kv_bytes",
-    "device_memory",
-    "host_memory",
+    *("max_cache_bytes", "max_pinned_bytes", "gpu_cache_bytes", "disk_cache_bytes"),
+    *("remote_cache_bytes", "max_kv_bytes", "far_kv_bytes", "device_memory", "host_memory"),
     "max_image_bytes",
 )
 """The options of EngineConfig that are sizes."""

@@ -166,20 +166,10 @@ class _Writer:
         rows = self._report.recomputed
         recomputed = bisect_left(rows, end) - bisect_left(rows, start)
         then = self._traces.before[number] if self._traces.before else ()
-        return Part(
-            start,
-            end,
-            kind,
-            why,
-            _moved(run, recomputed),
-            text,
-            recomputed,
-            tuple(tiers),
-            run.distance,
-            round(run.rows_changed, 1),
-            self._decode(then) if then else None,
-            self._decode(self._ids[max(0, start - SHOWN_TOKENS) : start]),
-        )
+        before = self._decode(then) if then else None
+        now = self._decode(self._ids[max(0, start - SHOWN_TOKENS) : start])
+        facts = (tuple(tiers), run.distance, round(run.rows_changed, 1), before, now)
+        return Part(start, end, kind, why, _moved(run, recomputed), text, recomputed, *facts)
 
     def _detail(self, start: int, end: int, why: Why) -> str:
         facts, said = self._facts, MEANINGS[why]

@@ -57,19 +57,14 @@ class Keys:
     def load(self, settings: ServerSettings) -> None:
         """Replaces all keys by those of ``settings``."""
         marked = any(key.is_admin for key in settings.keys)
-        self._tenants = [
-            (
-                key.secret.encode(),
-                Tenant(
-                    key.name,
-                    key_hash(key),
-                    "" if settings.shared_cache else key_hash(key),
-                    key.is_admin or not marked,
-                    key.name if len(settings.keys) > 1 else "",
-                ),
-            )
-            for key in settings.keys
-        ]
+        tenants = []
+        for key in settings.keys:
+            root = "" if settings.shared_cache else key_hash(key)
+            counts_as = key.name if len(settings.keys) > 1 else ""
+            is_admin = key.is_admin or not marked
+            tenant = Tenant(key.name, key_hash(key), root, is_admin, counts_as)
+            tenants.append((key.secret.encode(), tenant))
+        self._tenants = tenants
 
     def tenant(self, authorization: str | None) -> Tenant:
         """The tenant of an ``Authorization`` header. Raises ApiError 401 if there is none."""

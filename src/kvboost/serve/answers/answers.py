@@ -316,6 +316,9 @@ def _marks(call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
     return {"marks": sorted(ends)} if ends else {}
 
 
+_SHOWN = ("answer_exact_from", "healed_tokens", "drafted_tokens", "accepted_tokens")
+
+
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
     """The ``kvboost`` object of an answer that has ended."""
     result, engine = choice.result, server.engine
@@ -328,10 +331,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "strategy": server.strategy(choice.call.options.get("recompute_strategy")),
         **counts(result.reuse),
         "charged_tokens": result.reuse.charged_tokens,
-        "answer_exact_from": result.answer_exact_from,
-        "healed_tokens": result.healed_tokens,
-        "drafted_tokens": result.drafted_tokens,
-        "accepted_tokens": result.accepted_tokens,
+        **{name: getattr(result, name) for name in _SHOWN},
         "ttft_ms": round(choice.ttft_ms, 3),
         "queue_ms": round(result.timings.queue_ms, 3),
         "total_ms": round(choice.total_ms, 3),

@@ -201,6 +201,9 @@ class ResponseWriter:
         }
 
 
+_REPEATED = ("instructions", "max_output_tokens", "model", "previous_response_id", "top_p", "user")
+
+
 def new_response(body: ResponseRequest) -> dict[str, Any]:
     """The response to ``body`` before it has any output."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
@@ -210,17 +213,12 @@ def new_response(body: ResponseRequest) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "completed_at": None,
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+        **{name: getattr(body, name) for name in _REPEATED},
         "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": body.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "service_tier": "default",
         "store": body.store is not False,
@@ -228,10 +226,7 @@ def new_response(body: ResponseRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
-        "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
     }
 
 

@@ -188,14 +188,10 @@ def make_use(
 
 
 OTHER_PARTS = {
-    "image_url": "images are",
-    "input_image": "images are",
-    "image": "images are",
-    "input_audio": "audio is",
-    "audio_url": "audio is",
+    **dict.fromkeys(("image_url", "input_image", "image"), "images are"),
+    **dict.fromkeys(("input_audio", "audio_url"), "audio is"),
+    **dict.fromkeys(("file", "input_file"), "files are"),
     "video_url": "videos are",
-    "file": "files are",
-    "input_file": "files are",
     "document": "documents are",
 }
 
