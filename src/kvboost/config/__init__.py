@@ -7,6 +7,7 @@ from kvboost.config.engine import KV_BITS as KV_BITS
 from kvboost.config.engine import SIZES as SIZES
 from kvboost.config.engine import EngineConfig as EngineConfig
 from kvboost.config.engine import ImageLimits as ImageLimits
+from kvboost.config.engine import KVEvents as KVEvents
 from kvboost.config.environment import api_keys as api_keys
 from kvboost.config.environment import bound_kernel_caches as bound_kernel_caches
 from kvboost.config.environment import cache_dir as cache_dir
@@ -15,7 +16,6 @@ from kvboost.config.environment import chosen_cache_secret as chosen_cache_secre
 from kvboost.config.environment import home as home
 from kvboost.config.environment import native_kernels_allowed as native_kernels_allowed
 from kvboost.config.environment import progress_allowed as progress_allowed
-from kvboost.config.events import KVEvents as KVEvents
 from kvboost.config.keywords import REMOVED as REMOVED
 from kvboost.config.keywords import EngineOptions as EngineOptions
 from kvboost.config.keywords import HubOptions as HubOptions

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
-from kvboost.config.events import KVEvents
+from kvboost.config.engine import KVEvents
 from kvboost.errors import ConfigError
 
 

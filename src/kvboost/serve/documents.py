@@ -108,17 +108,10 @@ class Documents:
             await asyncio.gather(self._reader, return_exceptions=True)
 
     def add(
-        self,
-        tenant: Tenant,
-        cache_salt: str,
-        text: str,
-        tokens: int,
-        title: str | None = None,
-        *,
-        pin: bool = False,
+        self, tenant: Tenant, cache_salt: str, text: str, tokens: int, title: str | None = None
     ) -> Document:
         """Keeps a document and reads it in the background. The same document is kept once."""
-        made = _make(tenant.place(cache_salt), text, tokens, title, pin)
+        made = _make(tenant.place(cache_salt), text, tokens, title)
         found = self._documents.get((made.place, made.id))
         if found is not None and found.status != "failed":
             return found
@@ -191,7 +184,7 @@ class Documents:
         says how it went."""
         try:
             ids = await asyncio.to_thread(self._engine.encode, text)
-            document = _make(tenants[0].place(), text, len(ids), None, self._settings.pin)
+            document = _make(tenants[0].place(), text, len(ids), pin=self._settings.pin)
             document.name = name
             for tenant in tenants:
                 self._documents.setdefault((tenant.place(), document.id), document)
@@ -279,18 +272,13 @@ class _Unread:
         return document
 
 
-def _make(place: Place, text: str, tokens: int, title: str | None, pin: bool) -> Document:
+def _make(
+    place: Place, text: str, tokens: int, title: str | None = None, pin: bool = False
+) -> Document:
     text = titled(text, title)
     digest = blake2b(text.encode(), digest_size=12, person=b"kvboost-doc")
-    return Document(
-        id=f"doc_{digest.hexdigest()}",
-        place=place,
-        title=title or None,
-        text=text,
-        tokens=tokens,
-        created=time.time(),
-        pin=pin,
-    )
+    number = f"doc_{digest.hexdigest()}"
+    return Document(number, place, title or None, text, tokens, time.time(), pin)
 
 
 def titled(text: str, title: str | None) -> str:

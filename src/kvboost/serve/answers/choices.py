@@ -82,30 +82,25 @@ class EngineCall:
         return work(*arguments)
 
 
+@dataclass(eq=False)
 class Choice:
     """One answer, while it runs and after."""
 
-    def __init__(
-        self,
-        index: int,
-        prompt_ids: TokenIds,
-        call: EngineCall,
-        stream: kvboost.AsyncTextStream,
-        received: float,
-    ) -> None:
-        self.index = index
-        self.prompt_ids = prompt_ids
-        self.call = call
-        self.stream = stream
-        self.received = received
-        self.submitted = time.perf_counter()
-        self.parser: AnswerParser | None = None
-        """What splits the answer into content, reasoning and calls of tools."""
-        self.tokens: TokenReader | None = None
-        """What finds the text of tokens, if the request asks for log probabilities."""
-        self._shown = 0
-        self.ended: float | None = None
-        self.notes = list(call.notes)
+    index: int
+    prompt_ids: TokenIds
+    call: EngineCall
+    stream: kvboost.AsyncTextStream
+    received: float
+    submitted: float = field(default_factory=time.perf_counter)
+    parser: AnswerParser | None = None
+    """What splits the answer into content, reasoning and calls of tools."""
+    tokens: TokenReader | None = None
+    """What finds the text of tokens, if the request asks for log probabilities."""
+    ended: float | None = None
+    _shown: int = 0
+
+    def __post_init__(self) -> None:
+        self.notes = list(self.call.notes)
         """What the client should know beyond the engine's own notes."""
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,32 +36,25 @@ _COROUTINES = frozenset({"awarm", "apin"})
 _WITHOUT_RESULT = frozenset({"compile_format"})
 
 
+@dataclass(eq=False)
 class Host:
     """One API process as the engine's process sees it. For the event loop of that process."""
 
-    def __init__(
-        self,
-        engine: kvboost.KVBoost,
-        pipe: wire.Pipe[wire.ToEngine],
-        embedding_model: kvboost.EmbeddingModel | None,
-        on_ready: Callable[[], None],
-        on_lost: Callable[[], None],
-        on_reloaded: Callable[[int, bool], None],
-        on_adapters: Callable[[], None],
-    ) -> None:
-        """``on_adapters``: adapters have changed, which all API processes must know."""
-        self._engine = engine
-        self._pipe = pipe
-        self._own_embedder = embedding_model
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._on_reloaded = on_reloaded
-        self._on_adapters = on_adapters
-        self._answers = Outgoing(engine, pipe)
+    _engine: kvboost.KVBoost
+    _pipe: wire.Pipe[wire.ToEngine]
+    _own_embedder: kvboost.EmbeddingModel | None
+    on_ready: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_reloaded: Callable[[int, bool], None]
+    on_adapters: Callable[[], None]
+    """Adapters have changed, which all API processes must know."""
+
+    def __post_init__(self) -> None:
+        self._answers = Outgoing(self._engine, self._pipe)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._embeddings: dict[int, Generator[None, None, Vectors]] = {}
         self._loop = asyncio.get_running_loop()
-        pipe.serve_in(self._loop, self._receive)
+        self._pipe.serve_in(self._loop, self._receive)
 
     def send_first(self, data: bytes) -> None:
         """Sends what the process needs to begin."""
@@ -96,7 +90,7 @@ class Host:
             messages = self._pipe.receive()
         except wire.Lost:
             self.close()
-            self._on_lost()
+            self.on_lost()
             return
         accepted = []
         for message in messages:
@@ -109,9 +103,9 @@ class Host:
                 case wire.Call():
                     self._call(message)
                 case wire.Ready():
-                    self._on_ready()
+                    self.on_ready()
                 case wire.Reloaded():
-                    self._on_reloaded(message.number, message.taken)
+                    self.on_reloaded(message.number, message.taken)
         if accepted:
             self._pipe.send(wire.Accepted(accepted))
 
@@ -165,7 +159,7 @@ class Host:
         if method in _IN_A_THREAD:
             found = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
             if method.endswith("load_adapter"):
-                self._on_adapters()
+                self.on_adapters()
             return None if method in _WITHOUT_RESULT else found
         if method == "embed":
             return await self._embed(*arguments)

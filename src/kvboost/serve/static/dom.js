@@ -1,6 +1,7 @@
 // Elements and numbers. All that comes from a server or a user enters the page as text.
 
 const SVG = "http://www.w3.org/2000/svg";
+const SHOWN = 2000; // how long a button says that it has copied
 
 /** An element with attributes and children; strings among the children become text. */
 export function element(name, attributes = {}, ...children) {
@@ -24,6 +25,39 @@ export function button(label, onClick, kind = "quiet") {
   const node = element("button", { type: "button", class: kind }, label);
   node.addEventListener("click", onClick);
   return node;
+}
+
+/** A button that copies what ``text()`` returns, and says whether it could. */
+export function copyButton(label, text) {
+  const node = button(label, async () => {
+    const done = await copied(text());
+    node.focus();
+    node.textContent = done ? "Copied" : "Could not copy";
+    setTimeout(() => (node.textContent = label), SHOWN);
+  });
+  return node;
+}
+
+/** Without control characters other than tabs and line ends: they cannot be seen, and terminals act
+ * on them. */
+async function copied(given) {
+  const text = given.replace(/[^\P{Cc}\t\n]/gu, "");
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copiedFromField(text); // pages over plain HTTP have no clipboard
+  }
+}
+
+function copiedFromField(text) {
+  const field = element("textarea", { class: "off-screen", "aria-hidden": "true" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
 }
 
 /** A part of a bar, as long as its share of it. */

@@ -1,9 +1,8 @@
 // A conversation on the page: questions, answers as Markdown, calls of tools, comparisons.
 
 import { key } from "./api.js";
-import { copyButton } from "./clipboard.js";
 import { sidesOf, summary, verdict } from "./comparison.js";
-import { button, count, element, milliseconds, percent, plural, say } from "./dom.js";
+import { button, copyButton, count, element, milliseconds, percent, plural, say } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { curl, python } from "./snippets.js";
 
