@@ -38,8 +38,7 @@ class TextParser:
         begun: bool = False,
         names: Collection[str] = (),
     ) -> None:
-        """``calls``: None reads none. ``begun``: the prompt has opened the reasoning. ``names``:
-        those of the tools."""
+        """``begun``: the prompt has opened the reasoning. ``names``: those of the tools."""
         self._calls = calls
         self._names = names
         self._thinks = thinks
@@ -149,8 +148,7 @@ class TextParser:
         return True
 
     def _read_in_tag(self, *, final: bool) -> list[Part]:
-        """What is between a call and the end of its tag: nothing, another call, or text that is no
-        call."""
+        """What is between a call and the end of its tag: nothing, another call, or other text."""
         assert self._calls is not None
         rest = self._held.lstrip()
         if rest[:1] in ("{", "["):
@@ -181,8 +179,7 @@ class TextParser:
         return parts
 
     def _say(self, text: str) -> list[Part]:
-        """Passes on text without the blanks at its beginning and end. Content after a call begins
-        in a new line."""
+        """Passes on text without blanks around it. Content after a call begins a new line."""
         if self._is_fresh:
             text = text.lstrip()
             self._blank = "\n" if self._kind in self._said else ""

@@ -26,8 +26,7 @@ class ToolUse:
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the prompt names. With ``"none"`` there are none, so that the model calls
-        none."""
+        """The tools that the prompt names: none with ``"none"``, so that the model calls none."""
         return () if self.choice == "none" else self.tools
 
     @property

@@ -178,8 +178,7 @@ _NAMES["replay_endpoint"] = "kv_events_replay"
 
 
 def in_flags(message: str) -> str:
-    """An error of the library as the command line says it: ``max_kv_bytes='x' ...`` begins with
-    ``--max-kv-bytes='x'``."""
+    """An error of the library as the command line says it: with ``--max-kv-bytes='x'`` in front."""
     named = re.match(r"[a-z_]+(?==)", message)
     if named is None:
         return message
@@ -189,8 +188,7 @@ def in_flags(message: str) -> str:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Prints our errors as one line and exits with code 2. Any other exception is a bug and keeps
-    its traceback."""
+    """Prints our errors as one line and exits with code 2. Bugs keep their traceback."""
     try:
         yield
     except KVBoostError as error:
@@ -236,8 +234,7 @@ class Answering:
     speculate: Speculate = str(EngineConfig.speculate)
 
     def checked(self, max_new_tokens: int) -> dict[str, Any]:
-        """The options of the request, apart from its mode. Raises ConfigError, before a model is
-        loaded, for a mistake."""
+        """The options of the request, apart from its mode. Raises ConfigError for a mistake."""
         choose(GenerationMode, self.mode, "mode")
         one_of(self.exactness, EXACTNESS, "exactness")
         speculate = speculation(self.speculate)

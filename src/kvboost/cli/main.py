@@ -1,5 +1,4 @@
-"""The ``kvboost`` command: its own commands, and the groups ``models``, ``cache``, ``bench`` and
-``vllm``."""
+"""The ``kvboost`` command: its own commands and its groups."""
 
 from __future__ import annotations
 

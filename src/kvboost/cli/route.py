@@ -131,8 +131,7 @@ def route(
 
 
 def _announce(state: RouteState, url: str) -> None:
-    """Says where requests go, and which server is missing. Only the address goes to standard
-    output, for scripts."""
+    """Says where requests go; on standard output only the address, for scripts."""
     servers = state.upstreams.states
     policy = state.options.router.policy
     say.print(f"routing by {policy} to {len(servers)} servers")

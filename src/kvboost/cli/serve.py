@@ -135,8 +135,7 @@ def _keys(path: Path | None, *, starting: bool = False) -> tuple[ApiKey, ...]:
 
 
 def announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
-    """Says what is served, where, and how to try it. Only the address goes to standard output,
-    for scripts."""
+    """Says what is served and how to try it; on standard output only the address, for scripts."""
     from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
 

@@ -12,8 +12,7 @@ from kvboost.errors import ConfigError
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig as keyword arguments, for type checkers and editors. A test keeps
-    the two alike."""
+    """The fields of EngineConfig, for type checkers and editors. A test keeps the two alike."""
 
     chunk_size: int
     state_every: int | None

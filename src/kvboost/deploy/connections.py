@@ -21,8 +21,7 @@ import httpx
 CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 30.0
 IDLE_SECONDS = 4.0
-"""Shorter than servers keep an idle connection, so that none is used while it closes. uvicorn keeps
-them for 5 seconds."""
+"""Shorter than servers keep idle connections, so that none is used while it closes: uvicorn 5 s."""
 MAX_IDLE = 64
 """Connections to one upstream that wait for a request."""
 MAX_HEAD = 64 * 1024
@@ -68,8 +67,7 @@ class Connections(httpx.AsyncBaseTransport):
     async def fetch(
         self, request: httpx.Request, seconds: float, most: int
     ) -> tuple[httpx.Response, bytes | None]:
-        """An answer and its body, within ``seconds``; None for a body of more than ``most``
-        bytes."""
+        """An answer and its body, within ``seconds``; None for one of more than ``most`` bytes."""
         try:
             with anyio.fail_after(seconds):
                 response = await self.handle_async_request(request)
@@ -211,8 +209,7 @@ class _Connection(asyncio.Protocol):
             yield b"".join(arrived)
 
     def rest(self) -> bool:
-        """Makes the connection ready for another request, some time later. False if it cannot take
-        one."""
+        """Makes the connection ready for another request. False if it cannot take one."""
         parser = self._parser
         is_done = (parser.our_state, parser.their_state) == (h11.DONE, h11.DONE)
         if self._is_over or not is_done or self._has_surplus:

@@ -86,8 +86,7 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
 
 
 def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:
-    """The sketch of a request; nothing of a body that would take long to parse and that no server
-    of ours accepts."""
+    """The sketch of a request; nothing of a body that is too much for servers of ours."""
     try:
         JsonBudget().take(body)
     except JsonTextError:

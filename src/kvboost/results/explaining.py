@@ -61,8 +61,7 @@ def explain(
     *,
     other_salts: bool,
 ) -> Explanation:
-    """Explains how a prompt was served. With ``other_salts`` it also says which text is cached
-    under other salts."""
+    """Explains how a prompt was served; with ``other_salts``, also what other salts have cached."""
     facts = report.facts
     assert facts is not None  # every plan has some
     ends = [span.end for span in report.spans]
@@ -117,8 +116,7 @@ _REFUSALS = {"mode": Why.MODE, "model": Why.MODEL, "slower": Why.SLOWER, "": Why
 
 
 def _computed(facts: PlanFacts, traces: Traces, total: int) -> bytearray:
-    """For each row why it is computed, if it is, as a place in ``_REASONS``. What is painted later
-    counts more."""
+    """For each row why it would be computed, as a place in ``_REASONS``. The last reason counts."""
     painted = bytearray([_REASONS.index(Why.NEW)]) * total
 
     def paint(rows: Sequence[tuple[int, int]], why: Why) -> None:

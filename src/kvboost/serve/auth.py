@@ -35,8 +35,7 @@ class Tenant:
     """The beginning of all salts of this tenant; empty if the cache is shared."""
     is_admin: bool = True
     counts_as: str = ""
-    """The tenant's name for the scheduler. Empty without other tenants: the whole queue is its
-    own."""
+    """The tenant's name for the scheduler. Empty without other tenants."""
 
     def salt(self, cache_salt: str = "") -> str:
         """The engine's salt for this tenant's requests with ``cache_salt``. All roots have the same

@@ -88,8 +88,7 @@ class Documents:
 
     @property
     def warming(self) -> tuple[int, int] | None:
-        """How many of the documents that the server starts with are read, and how many there are;
-        None when all are."""
+        """How many documents of the settings are read, and how many there are; None after all."""
         return None if self._warmed == self._to_warm else (self._warmed, self._to_warm)
 
     async def start(self) -> None:
@@ -150,8 +149,7 @@ class Documents:
             await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=place.salt)
 
     def keep_only(self, owners: Collection[str]) -> None:
-        """Forgets the texts of all other tenants. Only documents that the server starts with are
-        pinned, and stay so."""
+        """Forgets the texts of all other tenants. What is pinned stays so."""
         for (place, document_id), document in list(self._documents.items()):
             if place.owner not in owners:
                 del self._documents[place, document_id]
@@ -180,8 +178,7 @@ class Documents:
             await self._read(await self._unread.take())
 
     async def _warm(self, tenants: Sequence[Tenant], name: str, text: str) -> None:
-        """Reads a document that the server starts with for ``tenants``, whose salt is the same, and
-        says how it went."""
+        """Reads a document of the settings for ``tenants`` of one salt; says how it went."""
         try:
             ids = await asyncio.to_thread(self._engine.encode, text)
             document = _make(tenants[0].place(), text, len(ids), pin=self._settings.pin)

@@ -52,8 +52,7 @@ class Embedder:
         return self.truncate(encode(text), most)
 
     def truncate(self, ids: list[int], most: int | None) -> list[int]:
-        """The first ``most`` tokens. The last one is kept if it is a special token that ends every
-        text."""
+        """The first ``most`` tokens, the special token that ends every text included."""
         if most is None or len(ids) <= most:
             return ids
         return ids[:most] if self._own is None else [*ids[: most - 1], ids[-1]]

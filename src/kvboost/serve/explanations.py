@@ -78,8 +78,7 @@ def _size(report: ReuseReport) -> int:
 
 
 def with_documents(explanation: Explanation, documents: Sequence[tuple[str, str]]) -> Explanation:
-    """``explanation`` with the names of ``documents`` (name and text) beside parts that were read
-    in them."""
+    """``explanation`` with the names of the ``documents`` (name and text) that hold its parts."""
 
     def document(text: str) -> str | None:
         for piece in text.split(" … "):

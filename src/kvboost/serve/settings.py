@@ -97,8 +97,7 @@ class ServerSettings:
     """Requests to open paths (the page, metrics) that may be open at once. ``/health`` and
     ``/ready`` do not count."""
     max_connections: int = 768
-    """Connections that may be open at once. The default leaves room for other files under the usual
-    limit of 1,024."""
+    """Connections that may be open at once. 1,024 open files are a usual limit."""
     head_seconds: float = 10.0
     """Seconds from a new connection to the complete head of its request; 0 sets no limit."""
     body_seconds: float = 30.0
@@ -120,8 +119,7 @@ class ServerSettings:
     embedding_model: kvboost.EmbeddingModel | None = None
     """What makes embeddings. Default: the model that answers requests."""
     session_seconds: float = 600.0
-    """Seconds for which the KV of a session is pinned after each turn, unless a request says
-    otherwise."""
+    """Seconds for which a session's KV is pinned after a turn, unless a request says otherwise."""
     retention_seconds: float = 24 * 3600.0
     """The most seconds for which ``prompt_cache_retention`` keeps a conversation; 0: not at all."""
     max_sessions: int = 256
@@ -135,8 +133,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"
-    """Who may read ``/metrics``: anyone (``"open"``), an administrator's key (``"key"``), or no
-    one (``"off"``)."""
+    """Who may read ``/metrics``: ``"open"`` anyone, ``"key"`` administrators, ``"off"`` no one."""
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to (the ``Host`` header). Empty: any."""
@@ -254,8 +251,7 @@ def _no_password() -> str:
 
 
 def check_collector(endpoint: str) -> None:
-    """Raises ConfigError unless ``endpoint`` is an address and the packages for traces are
-    installed."""
+    """Raises ConfigError unless ``endpoint`` is an address and traces' packages are there."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(

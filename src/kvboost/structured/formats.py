@@ -1,5 +1,4 @@
-"""The formats that a request may ask for, as grammars of llguidance: JSON text that the engine
-compiles."""
+"""The formats that a request may ask for, as grammars of llguidance: JSON text."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def grammar_for(options: Mapping[str, Any]) -> str | None:
 
 
 def json_grammar(schema: Mapping[str, Any] | type, *, lenient: bool = False) -> str:
-    """``lenient`` leaves out what the grammar cannot enforce; otherwise that is an error when the
-    grammar is compiled."""
+    """``lenient`` leaves out what cannot be enforced; else that is an error of the compiler."""
     if isinstance(schema, type):
         if not isinstance(schema, SchemaModel):
             raise ConfigError(

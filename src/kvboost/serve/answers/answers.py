@@ -264,8 +264,7 @@ async def open_answers(
 
 
 async def _options(server: ServerState, call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
-    """The options of the engine. Compiles the format of the answer in a thread: it may take
-    seconds."""
+    """The options of the engine. A format is compiled in a thread, which may take seconds."""
     use = call.body.use
 
     def compiled() -> dict[str, Any]:
@@ -342,8 +341,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
 
 
 def keep_reports(server: ServerState, answer_id: str, choices: Sequence[Choice]) -> None:
-    """Notes answers that have ended, so that they can be explained by their id: the first to each
-    prompt."""
+    """Notes answers that have ended, to be explained by their id: the first to each prompt."""
     firsts = [choice for choice in choices if choice.index % choice.call.n == 0]
     reports = [choice.result.reuse for choice in firsts]
     server.explanations.keep(firsts[0].call.place.owner, answer_id, reports)
@@ -393,8 +391,7 @@ def _truncated_tokens(body: Generation, context: int | None) -> int | None:
 
 
 def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerState) -> int:
-    """The requested length, or as much as the context still holds. The engine refuses a prompt that
-    leaves no room."""
+    """The requested length, or what the context still holds. The engine refuses a full one."""
     default = server.settings.default_max_tokens
     limit = default if max_tokens is None else max(1, max_tokens)
     context = server.engine.context_length

@@ -139,8 +139,7 @@ class Choice:
         return self.parser is None and self.tokens is None
 
     def tokens_of(self, piece: str) -> list[ShownToken] | None:
-        """The tokens of ``piece``, the next piece of the answer; None unless the request asked for
-        log probabilities."""
+        """The tokens of the next ``piece``; None if no log probabilities are asked for."""
         if self.tokens is None:
             return None
         self._shown += len(piece)

@@ -152,8 +152,7 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
 
 
 def _by_text(token: ShownToken, logprob: float) -> dict[str, float]:
-    """Log probabilities by text. Tokens without text, or with the text of another, have their id as
-    the key."""
+    """Log probabilities by text, or by id where there is no text or it is another token's too."""
     found: dict[str, float] = {}
     for text, token_id, value in ((token.text, token.token_id, logprob), *token.top):
         if token_id == token.token_id and found:

@@ -45,8 +45,7 @@ class JsonBudget:
             self.take(body)
 
     def take(self, text: bytes) -> None:
-        """Counts the values in ``text``. Raises JsonTextError if there are more than are left, or a
-        number is very long."""
+        """Counts the values in ``text``. Raises JsonTextError at too many, or a long number."""
         values = keys = 0
         for values, keys in count_values(text):
             if values > self._values:

@@ -72,8 +72,7 @@ def errors(
 
 
 def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Documents that the response may be a stream of ``media_type``, and the headers about
-    reuse."""
+    """Documents that the response may be a stream of ``media_type``, with headers about reuse."""
     return {200: {"content": {media_type: {}}, "headers": dict(_REUSE_HEADERS)}}
 
 

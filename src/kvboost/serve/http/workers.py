@@ -33,8 +33,7 @@ class Workers:
         self._compilers = Turns(COMPILERS, "kvboost-compiler")
 
     async def parse(self, tenant: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, which parses or translates a body of ``size`` bytes for
-        ``tenant``."""
+        """The result of ``work``, which parses or translates ``size`` bytes for ``tenant``."""
         if size < LARGE_BYTES:
             return work(*arguments)
         return await self._parser.run(tenant, work, *arguments)

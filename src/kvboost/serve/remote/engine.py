@@ -205,8 +205,7 @@ class RemoteEngine:
             self._estimates.popitem(last=False)
 
     def estimate_ms(self, num_tokens: int) -> float | None:
-        """As of the last answer to a prompt of that length: asked for with every answer, so the
-        engine sends it along."""
+        """As of the last answer to a prompt of that length: the engine sends it along."""
         if num_tokens not in self._estimates:
             self._keep_estimate(num_tokens, self._link.call("estimate_ms", num_tokens))
         return self._estimates[num_tokens]

@@ -51,8 +51,7 @@ class Link:
         self._pipe.send(message)
 
     def ask(self, answer: RemoteStream, make: Callable[[int], wire.ToEngine]) -> int:
-        """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
-        receives it."""
+        """Sends what ``make`` gives for a new number, which it returns; ``answer`` receives it."""
         if self.is_lost:
             raise wire.engine_lost()
         number = next(self._numbers)
@@ -159,15 +158,13 @@ class Link:
             future.set_result(reply.value)
 
     def _lose(self) -> None:
-        """The engine's process has ended: so do all answers and calls, with an error that says
-        so."""
+        """The engine's process has ended: so do all answers and calls, with an error."""
         if not self.is_lost:
             self.close()
             self.on_stop()
 
     def close(self) -> None:
-        """Ends all answers and calls. Threads that wait for one would keep the process from
-        ending."""
+        """Ends all answers and calls: threads that wait would keep the process from ending."""
         self.is_lost = True
         if self._loop is not None:
             self._pipe.leave(self._loop)

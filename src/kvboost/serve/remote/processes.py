@@ -245,8 +245,7 @@ class Supervisor:
         self._send_reload()
 
     def _send_reload(self) -> None:
-        """Sends new settings. If the API process ends before it has answered, the next one gets
-        them."""
+        """Sends new settings, to the next API process if this one ends before it has answered."""
         if self._unanswered is not None and self._api is not None:
             settings = pickle.dumps(self._reloads[self._unanswered])
             self._api.host.reload(self._unanswered, settings)

@@ -203,12 +203,10 @@ class Pipe(Generic[T]):
         self._leaving: deque[memoryview] = deque()
         self._lock = threading.Lock()
         self.on_full: Callable[[], object] = lambda: None
-        """Called if something must be kept: ``flush`` is needed once the socket takes more. Any
-        thread may call it."""
+        """Called by any thread if something must be kept: ``flush`` is needed later."""
 
     def send(self, message: object) -> None:
-        """Sends a message, or begins to. A message to a process that has ended is dropped: who
-        receives is told."""
+        """Sends a message, or begins to. One to a process that has ended is dropped."""
         self.send_bytes(_encode(message))
 
     def send_bytes(self, data: bytes) -> None:

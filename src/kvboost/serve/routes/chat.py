@@ -56,8 +56,7 @@ async def conversation_call(
     make: Callable[[], EngineCall],
     body: ChatRequest | CountTokensRequest,
 ) -> EngineCall:
-    """What ``make`` gives, in a thread if ``body`` is large or asks for edits, with the beginnings
-    that the body marks."""
+    """What ``make`` gives, perhaps in a thread, with the beginnings that ``body`` marks."""
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, make)

@@ -1,5 +1,4 @@
-"""``/v1/models``, and loading and unloading adapters as vLLM does. The name of an adapter is the
-``model`` of a request."""
+"""``/v1/models``, and adapters as vLLM has them: their names are models in requests."""
 
 from __future__ import annotations
 

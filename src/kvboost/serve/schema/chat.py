@@ -52,8 +52,7 @@ class Mark(NamedTuple):
 
 
 def marks_of(ends: Iterable[tuple[int, CacheControl | None]]) -> list[Mark]:
-    """The marks among ``ends``, each after so many messages; of those with the same lifetime, the
-    last."""
+    """The marks among ``ends``, each after so many messages; of each lifetime the last."""
     found = sorted(Mark(number, mark.seconds) for number, mark in ends if mark is not None)
     return list({mark.seconds: mark for mark in found}.values())
 
@@ -303,8 +302,7 @@ class Call(fields.Body):
 
 
 class Message(Marked):
-    """The fields that are not supported come first: the error about a message names the first wrong
-    field."""
+    """Fields that are not supported come first: errors name the first wrong field."""
 
     function_call: None = None
     audio: None = None

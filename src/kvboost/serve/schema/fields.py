@@ -89,8 +89,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def one_of(kind: Callable[[Any], str | None], said: str) -> Discriminator:
-    """For unions: ``kind`` names the branch of a value. If it names none, the error says what is
-    allowed."""
+    """For unions: ``kind`` names the branch of a value; if none, the error says what is allowed."""
     return Discriminator(kind, custom_error_type="one_of", custom_error_message=f"must be {said}")
 
 

@@ -62,13 +62,11 @@ def _check(given: dict[str, Any]) -> dict[str, Any]:
 ContextManagement = Annotated[
     dict[str, Any], Field(json_schema_extra=_object(edits=_EDITS)), AfterValidator(_check)
 ]
-"""Edits of a conversation before it is read. As in all objects of ours, an unknown field is a
-mistake."""
+"""Edits of a conversation before it is read. An unknown field in it is a mistake."""
 
 
 def needs(field: str, kind: str, other: str, has: dict[str, Any] | None = None) -> dict[str, Any]:
-    """JSON Schema for: ``field``, if it is of this ``kind``, needs ``other``, which must be true or
-    as ``has`` says."""
+    """JSON Schema: a ``field`` of this ``kind`` needs ``other``, true or as ``has`` says."""
     return {
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
         "then": {"properties": {other: has or {"const": True}}, "required": [other]},
