@@ -141,7 +141,8 @@ class EngineConfig:
     max_waiting: int = 256
     """How many requests may wait; more are refused with QueueFullError."""
     max_kv_bytes: int | None = None
-    """The budget for the KV of all running requests; by default a quarter of the memory."""
+    """The budget for the KV of all running requests; by default a quarter of the machine's memory,
+    or half of the memory that is free on a GPU."""
     far_kv_bytes: int = 0
     """The budget for KV outside of ``max_kv_bytes``: a request that does not fit there has its
     first rows in the host's memory, if the model is on a GPU, or in a file, if it is on a CPU. 0
