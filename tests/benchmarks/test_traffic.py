@@ -5,7 +5,6 @@ import random
 from itertools import product
 
 import pytest
-from rich.console import Console
 
 from benchmarks import traffic
 from kvboost.cache.eviction.policy import LRU
@@ -76,19 +75,6 @@ def test_ours_serves_what_lru_does_or_more_on_each_traffic(trace: Trace) -> None
     assert traffic.mean_gap_closed(rows)[trace.name] > (0.2 if trace.name == "zipf" else 0.0)
 
 
-def test_made_up_traffic_is_the_same_every_time() -> None:
-    assert traffic.made_up(requests=100) == traffic.made_up(requests=100)
-    assert traffic.made_up(requests=100) != traffic.made_up(requests=100, seed=1)
-
-
-def test_progress_is_told_of_every_replay() -> None:
-    told: list[None] = []
-    traces = [random_trace(0, 10), random_trace(1, 10)]
-    rows = traffic.run(traces, [2, 5], lambda: told.append(None))
-    assert len(told) == traffic.num_replays(traces, [2, 5]) == 2 * 2 * 5
-    assert [row.size for row in rows] == [2, 5, 2, 5]
-
-
 def row(name: str, size: int, lru: float, ours: float, optimum: float) -> Row:
     return Row(name, size, {"FIFO": 0.1, "LFU": 0.1, "LRU": lru, OURS: ours, OPTIMUM: optimum})
 
@@ -100,15 +86,6 @@ def test_the_share_of_the_gap_is_told_where_there_is_one() -> None:
     assert [one.gap_closed for one in ROWS] == [pytest.approx(0.25), pytest.approx(0.5), None]
     assert traffic.mean_gap_closed(ROWS) == {"a": pytest.approx(0.375)}
     assert json.loads(json.dumps(ROWS[2].as_json()))["gap_closed"] is None
-
-
-def test_the_table_fits_a_terminal_and_shows_every_row() -> None:
-    console = Console(width=80, record=True)
-    console.print(traffic.traffic_table(ROWS))
-    shown = console.export_text()
-    for part in ("30.0%", "25%", "mean 38%", "optimum", "gap closed"):
-        assert part in shown
-    assert "…" not in shown
 
 
 def test_a_trace_file_is_read(tmp_path) -> None:
