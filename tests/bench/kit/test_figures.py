@@ -42,38 +42,25 @@ def test_the_suffix_says_what_is_saved(tmp_path, suffix, beginning) -> None:
     assert path.read_bytes().startswith(beginning)
 
 
-def test_each_panel_has_its_title_and_all_share_a_log_axis() -> None:
-    first, second = quality_figure(PANELS, title="Quality").axes
+def test_panels_share_an_axis_colours_and_one_legend() -> None:
+    figure = quality_figure(PANELS, title="Quality")
+    first, second = figure.axes
     assert [first.get_title(), second.get_title()] == list(PANELS)
     assert first.get_yscale() == second.get_yscale() == "log"
     assert first.get_shared_y_axes().joined(first, second)
-
-
-def test_the_axis_holds_every_point() -> None:
-    low, high = quality_figure(PANELS, title="Quality").axes[0].get_ylim()
-    assert 0.001 < low < 0.01 < 0.4 < high < 1
-
-
-def test_points_are_joined_from_left_to_right() -> None:
-    line = curve(quality_figure(PANELS, title="Quality").axes[0], "late")
-    assert list(line.get_xdata()) == [10, 20, 30]
+    low, high = first.get_ylim()
+    assert 0.001 < low < 0.01 < 0.4 < high < 1  # every point is within
+    line = curve(first, "late")
+    assert list(line.get_xdata()) == [10, 20, 30]  # from left to right
     assert list(line.get_ydata()) == [0.1, 0.03, 0.01]
-
-
-def test_a_strategy_looks_the_same_in_every_panel_and_unlike_any_other() -> None:
-    first, second = quality_figure(PANELS, title="Quality").axes
-    assert curve(first, "late").get_color() == curve(second, "late").get_color()
-    assert curve(first, "late").get_color() != curve(first, "none").get_color()
+    assert line.get_color() == curve(second, "late").get_color() != curve(first, "none").get_color()
+    assert legend(figure) == ["none", "late"]
 
 
 def test_many_strategies_stay_distinguishable() -> None:
     curves = {f"strategy {number}": [(0, 0.1)] for number in range(30)}
     lines = quality_figure({"": curves}, title="Quality").axes[0].lines
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 30
-
-
-def test_the_legend_names_each_strategy_once() -> None:
-    assert legend(quality_figure(PANELS, title="Quality")) == ["none", "late"]
 
 
 def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
@@ -91,26 +78,29 @@ def test_nothing_but_zeros_can_be_saved(tmp_path) -> None:
     assert (tmp_path / "zero.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("panels", [{}, {"same text": {}}, {"same text": {"late": []}}])
-def test_nothing_is_not_plotted(panels) -> None:
-    with pytest.raises(ValueError, match="nothing to plot"):
+@pytest.mark.parametrize(
+    ("panels", "said"),
+    [
+        *((panels, "nothing to plot") for panels in ({}, {"a": {}}, {"a": {"late": []}})),
+        ({"": {"late": [(0, 0.1), (10, float("nan"))]}}, "finite"),
+        ({"": {"late": [(0, 0.1), (float("inf"), 0.1)]}}, "finite"),
+    ],
+)
+def test_what_cannot_be_plotted_is_refused(panels, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         quality_figure(panels, title="Quality")
 
 
-@pytest.mark.parametrize("point", [(10, float("nan")), (float("inf"), 0.1)])
-def test_a_number_that_is_not_finite_is_refused(point) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        quality_figure({"": {"late": [(0, 0.1), point]}}, title="Quality")
-
-
-def test_an_unknown_suffix_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"quality\.pdf' must end in \.png or \.svg"):
-        check_plot(tmp_path / "quality.pdf")
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
-        check_plot(tmp_path / "nowhere" / "quality.png")
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("quality.pdf", r"quality\.pdf' must end in \.png or \.svg"),
+        ("nowhere/quality.png", r"there is no folder .*nowhere"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(tmp_path, path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_plot(tmp_path / path)
 
 
 def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from kvboost.bench.quality.asked import EXACT
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure, run
 from kvboost.bench.quality.noise import NOISE_KINDS
 from kvboost.bench.quality.rows import Row, append_rows, load_rows
-from kvboost.bench.quality.summary import Summary, pool, quality_figure, quality_tables, summarize
+from kvboost.bench.quality.summary import Summary, pool, quality_tables, summarize
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
 from support.tiny import byte_tokenizer, tiny_model
@@ -66,11 +66,6 @@ def test_recomputing_everything_deviates_by_nothing_and_is_charged_in_full(rows)
     share = {row.donor: row.recomputed_layer_tokens / row.dense_layer_tokens for row in everything}
     assert 0.5 < share["header"] < 0.8 and 0.9 < share["reordered"] <= 1
     assert all(row.kl > 1e-6 and row.charged_share == 0 for row in rows if row.strategy == "none")
-
-
-def test_less_is_computed_without_repair(rows) -> None:
-    rates = {(one.donor, one.strategy, one.ratio): one.hit_rate for one in summarize(rows)}
-    assert rates["header", "none", 0.0] > rates["header", "auto", 0.2]
 
 
 def test_fewer_bits_deviate_more_and_sixteen_not_at_all(loaded: LoadedModel) -> None:
@@ -198,8 +193,3 @@ def test_the_gap_and_the_margin_are_those_of_the_answers() -> None:
     assert one.gap_f1 == pytest.approx((0.65 - 0.2) / 0.6) and one.gap_kl == pytest.approx(0.75)
     assert one.answered == 2 and one.answered_f1 == pytest.approx(0.65)
     assert one.is_within(0.31) and not one.is_within(0.3)
-
-
-def test_the_picture_has_a_panel_per_donor() -> None:
-    (axes,) = quality_figure([summary()], "x").axes
-    assert axes.get_title() == "header" and len(axes.lines) == 1

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure
-from kvboost.bench.quality.long_summary import BesideFloor, Both, LongSummary, Mean
-from kvboost.bench.quality.long_tables import long_figure, long_tables
+from kvboost.bench.quality.long_summary import LongSummary
+from kvboost.bench.quality.long_tables import long_tables
 from kvboost.bench.quality.noise import NoiseFloor
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, LongAnswer, Row, append_rows, load_rows
 from kvboost.bench.quality.summary import Summary, markdown_table, summarize
@@ -101,13 +101,6 @@ def test_tables_are_80_columns_wide_and_say_what_is_missing() -> None:
         )
 
 
-def test_the_picture_has_the_floor_in_every_panel() -> None:
-    rows = [row(0), row(1), row(0, "reordered"), row(1, "reordered"), row(0, NOISE)]
-    figure = long_figure(summarize(rows), "x")
-    assert [axes.get_title() for axes in figure.axes] == ["code, header", "code, reordered"]
-    assert all(len(axes.lines) == 2 for axes in figure.axes)
-
-
 def test_rows_are_saved_and_tasks_are_not_mixed(tmp_path) -> None:
     question = Row("q", "header", "auto", 0.19, 0.1, 1.0, None, 0.5, 0.5, 0.3, 0.17)
     edit = row(1, question="e", long=LongAnswer("edit", 0.4, 0.1, True, True, False, True))
@@ -159,9 +152,3 @@ def test_short_questions_have_no_long_answer(loaded: LoadedModel) -> None:
     questions = make_questions(1, num_passages=3, words_per_passage=60)
     ((one,),) = measure(loaded, questions, settings)
     assert one.long is None and one.f1 is not None
-
-
-def test_what_cannot_be_said_of_any_answer_is_not_said() -> None:
-    assert Both.of([(None, True), (True, None)]) is None
-    assert Both.of([(True, False)]) == Both(1.0, 0.0, Mean(1.0, 1.0, 1.0, 1))
-    assert BesideFloor.__doc__

@@ -29,12 +29,6 @@ def test_what_stands_before_a_function_is_its_file_and_what_that_imports() -> No
     assert not any("data = sorted(data)" in one for one in files)
 
 
-def test_a_file_with_few_imports_stands_among_other_files() -> None:
-    first = functions("textwrap")[0]
-    files = files_before(first, 8, 400)
-    assert len(set(files)) == 8
-
-
 def test_modules_without_source_are_left_out() -> None:
     assert source_of("math") is None and source_of("no_such_module") is None
     assert "math" not in imports("statistics") and "sys" not in imports("statistics")

@@ -124,14 +124,6 @@ def test_break_evens_compare_with_the_same_engine() -> None:
     ]
 
 
-def test_unread_text_comes_once() -> None:
-    unread = Unread(encode)
-    first, second = unread.take(500), unread.take(700)
-    assert Unread(encode).take(1_200) == first + second
-    with pytest.raises(ValueError, match="unread text"):
-        unread.take(1 << 40)
-
-
 def test_every_turn_continues_the_one_before() -> None:
     unread = Unread(encode)
     one, other = (conversation(encode, unread, number, 100, 4) for number in (0, 1))
