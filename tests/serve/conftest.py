@@ -41,6 +41,16 @@ def client(serve_fake: Callable[..., TestClient]) -> TestClient:
     return serve_fake()
 
 
+@pytest.fixture
+def calls(fake: FakeEngine) -> None:
+    """The model thinks, speaks and calls a tool."""
+    fake.thinks, fake.context_length = True, None
+    fake.pieces = [
+        *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
+        *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Not longer: while it is open, this thread has an event loop, and ``asyncio.run`` fails."""

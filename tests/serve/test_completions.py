@@ -60,12 +60,6 @@ def test_a_prompt_may_be_echoed(client) -> None:
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Say", "Hel", "lo", ""]
 
 
-def test_log_probabilities_and_text_offsets(client) -> None:
-    said = client.post("/v1/completions", json=body(logprobs=0)).json()
-    found = said["choices"][0]["logprobs"]
-    assert found["token_logprobs"] == [-0.5, -0.5] and found["text_offset"] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

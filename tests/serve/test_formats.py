@@ -55,13 +55,6 @@ def test_a_streamed_model_is_the_same(openai: OpenAI) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
-def test_any_json_object(openai: OpenAI) -> None:
-    answer = openai.chat.completions.create(
-        model="tiny", messages=ASK, response_format={"type": "json_object"}, max_tokens=20
-    )
-    assert answer.choices[0].message.content.startswith("{")
-
-
 @pytest.mark.parametrize(
     ("more", "matches"),
     [
