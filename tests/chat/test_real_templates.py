@@ -200,12 +200,7 @@ def test_history_behind_a_cleared_result_is_moved(engines, name: str) -> None:
     edited = whole.replace(RESULTS[0], CLEARED)
     check_full(engine, edited, salt)
     result = engine.chat(
-        LOOP,
-        2,
-        tools=[TOOL],
-        context_management={"edits": [edit]},
-        cache_salt=salt,
-        **SLOPPY,
+        LOOP, 2, tools=[TOOL], context_management={"edits": [edit]}, cache_salt=salt, **SLOPPY
     )
     assert [one.cleared_tool_uses for one in result.applied_edits] == [1]
     assert result.prompt_tokens == len(edited.encode())

@@ -3,15 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from kvboost.integrations.vllm.later import (
-    FEW,
-    MANY,
-    REMEMBERED,
-    SAMPLE,
-    USELESS,
-    Ended,
-    Later,
-)
+from kvboost.integrations.vllm.later import FEW, MANY, REMEMBERED, SAMPLE, USELESS, Ended, Later
 from kvboost.integrations.vllm.options import RequestOptions
 from kvboost.integrations.vllm.planner import prompt_ids
 
