@@ -40,14 +40,10 @@ def random_trace(seed: int, requests: int, branches: int = 2) -> Trace:
     return Trace.of("random", prompts, sizes=[3])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_cache_serves_more_than_the_optimum(seed: int) -> None:
     trace = random_trace(seed, requests=7)
     assert traffic.optimum(trace, 3) == best_by_trying(trace, 3)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_policy_stays_at_or_below_the_optimum(seed: int) -> None:
     trace = random_trace(seed, requests=60, branches=3)
     for size in (1, 4, 12):
         best = traffic.optimum(trace, size)
@@ -66,7 +62,7 @@ def test_a_request_longer_than_the_cache_keeps_its_beginning() -> None:
         assert traffic.replay(trace, make(), 3) == 3
 
 
-@pytest.mark.parametrize("trace", traffic.made_up(requests=1_000), ids=lambda trace: trace.name)
+@pytest.mark.parametrize("trace", traffic.made_up(requests=500), ids=lambda trace: trace.name)
 def test_ours_serves_what_lru_does_or_more_on_each_traffic(trace: Trace) -> None:
     rows = traffic.run([trace], trace.sizes[1:3])
     for row in rows:
@@ -111,11 +107,3 @@ def test_a_file_without_requests_or_none_at_all_is_named(tmp_path) -> None:
         traffic.read_trace(tmp_path / "empty.jsonl")
     with pytest.raises(ConfigError, match=r"missing\.jsonl' cannot be read"):
         traffic.read_trace(tmp_path / "missing.jsonl")
-
-
-def test_the_figure_has_a_panel_per_traffic_and_a_line_per_policy() -> None:
-    first, second = traffic.traffic_figure(ROWS, "Traffic").axes
-    assert [first.get_title(), second.get_title()] == ["a", "b"]
-    assert {line.get_label() for line in first.lines} == {*POLICIES, OPTIMUM}
-    (ours,) = [line for line in first.lines if line.get_label() == OURS]
-    assert list(ours.get_ydata()) == [pytest.approx(30), pytest.approx(50)]

@@ -9,7 +9,7 @@ from kvboost.bench.quality.asked import EXACT
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure, run
 from kvboost.bench.quality.noise import NOISE_KINDS
 from kvboost.bench.quality.rows import Row, append_rows, load_rows
-from kvboost.bench.quality.summary import Summary, pool, quality_tables, summarize
+from kvboost.bench.quality.summary import pool, quality_tables, summarize
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
 from support.tiny import byte_tokenizer, tiny_model
@@ -149,35 +149,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
     table = (tmp_path / "table.md").read_text()
     assert "after the chat template's header | auto | 40% |" in table
     assert "| gap recovered, KL | layer-tokens | of | KV | TTFT, ms | in full |" in table
-
-
-def summary() -> Summary:
-    rows = [
-        Row(
-            *(f"q{kl}", "header", "auto", 0.15, kl, 1.0 - kl, first, 0.5, 0.4, 0.5, 0.17),
-            ttft_ms=50.0,
-            recomputed_layer_tokens=6000,
-            dense_layer_tokens=28_800,
-            kv_bytes=3 << 19,
-        )
-        for kl, first in ((0.1, None), (0.3, 4))
-    ]
-    (found,) = summarize(rows)
-    return found
-
-
-def test_quality_is_shown_by_donor_strategy_and_ratio() -> None:
-    one = summary()
-    assert (one.mean_kl, one.same_text, one.first_difference) == (0.2, 0.5, 4)
-    assert one.p90_kl == pytest.approx(0.28) and one.is_within(0.0)
-    assert (one.gap_f1, one.gap_kl, one.answered) == (None, None, 0)
-    console = Console(width=80, record=True)
-    console.print(*quality_tables([one], describe_donor, 0.03))
-    shown = console.export_text()
-    parts = ("after the chat template's header (2 questions)", "15%", "17.0%", "0.2000")
-    for part in (*parts, "6,000 28,800 1.5MiB 50     100"):
-        assert part in shown
-    assert "…" not in shown.replace("…+", "")  # nothing is cut off
 
 
 def test_the_gap_and_the_margin_are_those_of_the_answers() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure
 from kvboost.bench.quality.long_summary import LongSummary
-from kvboost.bench.quality.long_tables import long_tables
+from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, LongAnswer, Row, append_rows, load_rows
 from kvboost.bench.quality.summary import Summary, markdown_table, summarize
@@ -99,6 +99,13 @@ def test_tables_are_80_columns_wide_and_say_what_is_missing() -> None:
         assert ("bfloat16 " in shown.partition("examples)")[2].partition("few")[0]) is (
             rows != many
         )
+
+
+def test_the_picture_has_the_floor_in_every_panel() -> None:
+    rows = [row(0), row(1), row(0, "reordered"), row(1, "reordered"), row(0, NOISE)]
+    figure = long_figure(summarize(rows), "x")
+    assert [axes.get_title() for axes in figure.axes] == ["code, header", "code, reordered"]
+    assert all(len(axes.lines) == 2 for axes in figure.axes)
 
 
 def test_rows_are_saved_and_tasks_are_not_mixed(tmp_path) -> None:
