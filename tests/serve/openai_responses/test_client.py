@@ -66,11 +66,7 @@ def test_a_whole_round(openai: OpenAI, engine: KVBoost) -> None:
     assert pinned > 0
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = create(
-        openai,
-        input=[result],
-        previous_response_id=first.id,
-        tools=[WEATHER],
-        max_output_tokens=4,
+        openai, input=[result], previous_response_id=first.id, tools=[WEATHER], max_output_tokens=4
     )
     assert second.usage.input_tokens_details.cached_tokens > 200
     assert openai.responses.retrieve(second.id).output == second.output
