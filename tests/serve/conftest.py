@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import fastapi.routing
 import pytest
 from starlette.testclient import TestClient
 
@@ -19,9 +17,6 @@ from support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-# Fields of replies are the same for all applications; to make them takes as long as most tests.
-fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)
 
 
 @pytest.fixture
