@@ -64,11 +64,6 @@ def test_some_are_kept_all_the_same() -> None:
     assert put_off.count(False) == 4
 
 
-def test_nothing_is_put_off_where_that_is_turned_off() -> None:
-    busy = Busy(is_on=False)
-    assert not busy.end(ended("a")) and not busy.later.is_time(0)
-
-
 def test_what_is_kept_later_is_where_the_prefix_cache_has_it_then() -> None:
     busy = Busy()
     one = ended("a")
