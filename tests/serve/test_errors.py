@@ -53,19 +53,19 @@ def test_errors_of_the_engine_have_their_status_and_code(
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"), [("timeout", 504), ("cancelled", 503), ("error", 500)]
+    ("reason", "status", "code"),
+    [
+        ("timeout", 504, "timeout"),
+        ("cancelled", 503, "shutting_down"),
+        ("error", 500, "internal_error"),
+    ],
 )
-def test_an_answer_that_did_not_finish_is_an_error(client, fake, reason, status) -> None:
+def test_an_answer_that_did_not_finish_is_an_error(client, fake, reason, status, code) -> None:
     fake.finish_reason = reason
     assert client.post("/v1/chat/completions", json=CHAT).status_code == status
-
-
-def test_a_stream_that_did_not_finish_ends_with_an_error_event(client, fake) -> None:
-    fake.finish_reason = "timeout"
-    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
-    assert answer.status_code == 200
-    assert '"code":"timeout"' in answer.text.split("\n\n")[-2]
-    assert "[DONE]" not in answer.text
+    streamed = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert streamed.status_code == 200 and "[DONE]" not in streamed.text
+    assert f'"code":"{code}"' in streamed.text.split("\n\n")[-2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

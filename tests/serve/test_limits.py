@@ -42,12 +42,8 @@ def test_a_body_at_the_limit_is_accepted_and_one_byte_more_is_not(
 def test_a_body_must_be_declared_as_json(client, kind) -> None:
     refused = client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
     assert refused.status_code == 415 and refused.json()["error"]["code"] == "not_json"
-
-
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
-def test_a_body_declared_as_json_is_accepted(client, kind) -> None:
-    taken = client.post("/v1/completions", content=filled(100), headers={"content-type": kind})
-    assert taken.is_success
+    declared = {"content-type": "Application/JSON; charset=utf-8"}
+    assert client.post("/v1/completions", content=filled(100), headers=declared).is_success
 
 
 def test_large_headers_are_refused(serve_fake) -> None:

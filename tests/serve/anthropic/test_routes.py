@@ -180,6 +180,8 @@ def test_models_think_only_if_they_are_asked_to(client, fake) -> None:
         create(client, thinking=thinking)
     asked = [conversation.template_options for conversation in fake.conversations]
     assert [options["enable_thinking"] for options in asked] == [False, False, True]
+    create(client, output_config={"effort": "high"})
+    assert fake.conversations[-1].template_options["reasoning_effort"] == "high"
 
 
 def test_marked_text_is_kept(client, fake) -> None:
@@ -329,8 +331,3 @@ def test_the_beginning_of_an_answer_is_continued(client, fake) -> None:
     assert said["content"] == [{"type": "text", "text": "Hello"}]
     create(client)
     assert not fake.conversations[-1].continue_final_message
-
-
-def test_effort_is_asked_of_the_template(client, fake) -> None:
-    create(client, output_config={"effort": "high"})
-    assert fake.conversations[-1].template_options["reasoning_effort"] == "high"
