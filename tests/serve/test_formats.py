@@ -12,7 +12,6 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 from kvboost import KVBoost
-from support.live_server import live_server
 from support.tiny import make_engine, tiny_model
 
 ASK: Any = [{"role": "user", "content": "Who?"}]
@@ -28,15 +27,6 @@ class Person(BaseModel):
 def engine() -> Iterator[KVBoost]:
     with make_engine(tiny_model("llama", max_position_embeddings=2048)) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def openai(engine: KVBoost) -> Iterator[OpenAI]:
-    with (
-        live_server(engine, served_names=("tiny",)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_the_client_parses_its_model(openai: OpenAI) -> None:

@@ -10,7 +10,6 @@ from kvboost.bench.kit.figures import (
     check_plot,
     draw_bars,
     draw_lines,
-    plain_log_labels,
     save,
 )
 from kvboost.bench.kit.timing import Sample
@@ -57,12 +56,6 @@ def test_panels_share_an_axis_colours_and_one_legend() -> None:
     assert legend(figure) == ["none", "late"]
 
 
-def test_many_strategies_stay_distinguishable() -> None:
-    curves = {f"strategy {number}": [(0, 0.1)] for number in range(30)}
-    lines = quality_figure({"": curves}, title="Quality").axes[0].lines
-    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 30
-
-
 def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
     figure = quality_figure({"": {"late": [(10, 0.02), (100, 0.0)]}}, title="Quality")
     (axes,) = figure.axes
@@ -70,12 +63,6 @@ def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
     assert (share, height, others) == (100, pytest.approx(0.001), [])
     assert axes.get_ylim()[0] < height
     assert legend(figure)[-1] == "hollow: 0, drawn at 1e-03"
-
-
-def test_nothing_but_zeros_can_be_saved(tmp_path) -> None:
-    zeros = {"": {"late": [(10, 0.0)]}}
-    save(quality_figure(zeros, title="Zero"), tmp_path / "zero.png")
-    assert (tmp_path / "zero.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -121,18 +108,6 @@ def test_a_plot_leaves_the_backend_alone(tmp_path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_log_axis_has_plain_numbers() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    axes.set_yscale("log")
-    axes.set_ylim(30, 3_000_000)
-    plain_log_labels(axes.yaxis)
-    assert axes.yaxis.get_major_formatter()(1_000_000.0) == "1,000,000"
-    minor = axes.yaxis.get_minor_formatter()
-    assert [minor(value) for value in (50.0, 60.0, 2_000.0, 0.5)] == ["50", "", "2,000", "0.5"]
-
-
 def test_lines_show_their_spread_and_take_a_style() -> None:
     points = [(1, Sample(20.0, 10.0, 40.0)), (2, Value(30.0, 20.0, 60.0))]
     style = {"a": {"linestyle": "--", "label": "_a"}}
@@ -165,8 +140,3 @@ def test_stacked_series_add_up_and_each_panel_has_its_own_legend() -> None:
     assert [top for _, top in tops] == [0.5, 0.2, 1.0, 1.0] and len({at for at, _ in tops}) == 2
     named = [[text.get_text() for text in axes.get_legend().texts] for axes in (left, right)]
     assert named == [["exact", "computed"], list(BARS)]
-
-
-def test_long_names_of_groups_take_two_lines() -> None:
-    (axes,) = draw_bars({"": {"ours": {"1 request, drafted": 1.0}}}, title="x", y=["y"]).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1 request\ndrafted"]

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from kvboost import KVBoost
 from support.chat_templates import QWEN, tokenizer_with
-from support.live_server import live_server
 from support.tiny import tiny_model
 
 WEATHER: Any = {
@@ -38,15 +37,6 @@ def engine() -> Iterator[KVBoost]:
     model = tiny_model("llama", max_position_embeddings=4096)
     with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def openai(engine: KVBoost) -> Iterator[OpenAI]:
-    with (
-        live_server(engine, served_names=("tiny",)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def create(client: OpenAI, **given: Any) -> Any:
