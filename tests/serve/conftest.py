@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
-from support.browser import open_browser
+from support.browser import MISSING, open_browser
 from support.fake_engine import FakeEngine
 from support.live_server import live_server
 
@@ -69,6 +69,8 @@ def openai(engine: KVBoost) -> Iterator[OpenAI]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Not longer: while it is open, this thread has an event loop, and ``asyncio.run`` fails."""
+    if MISSING:
+        pytest.skip(MISSING)
     with open_browser() as opened:
         yield opened
 
