@@ -9,14 +9,14 @@ import torch
 
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.data import ChunkData
-from kvboost.cache.quantize import KVFormat, plain
+from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.tokens.hashing import ChunkKey
 from support.chunks import make_chunk
-from support.planting import WRONG, chunk_files, rewrite
+from support.planting import chunk_files
 
 FORMAT = KVFormat(2, 1, 4, torch.float32)
 CHUNK_BYTES = make_chunk([1, 2, 3, 4]).nbytes
@@ -122,33 +122,6 @@ def test_a_chunk_that_is_lost_is_none_and_reported(open_data: Open, tmp_path: Pa
     assert not is_there(opened, chunks[:1])
 
 
-def test_a_truncated_file_is_lost_and_quarantined(open_data: Open, tmp_path: Path) -> None:
-    chunks = text(1, 2)
-    writer = open_data(disk=True)
-    writer.put(chunks)
-    writer.flush()
-    reader = open_data(disk=True)
-    damaged = next(path for path in chunk_files(tmp_path / "kv") if path.stem == chunks[1].key)
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    assert is_there(reader, chunks[:1]) and not is_there(reader, chunks)
-    assert reader.take_gone() == [chunks[1].key]
-    assert not damaged.exists() and len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_file_that_is_not_what_was_planned_does_not_serve(
-    open_data: Open, tmp_path: Path, wrong: str
-) -> None:
-    chunks = text(1)
-    writer = open_data(disk=True)
-    writer.put(chunks)
-    writer.flush()
-    rewrite(chunk_files(tmp_path / "kv")[0], WRONG[wrong])
-    reader = open_data(disk=True)
-    assert not is_there(reader, chunks)
-    assert chunks[0].key in reader.take_gone()
-
-
 def test_a_chunk_in_memory_that_is_not_what_was_planned_does_not_serve(open_data: Open) -> None:
     data, chunk = open_data(), text(1)[0]
     data.put([chunk])
@@ -177,23 +150,3 @@ def test_dropped_chunks_leave_memory_and_folder_and_are_not_reported(
     assert [path.stem for path in chunk_files(tmp_path / "kv")] == keys_of(chunks[:1])
     assert data.take_gone() == []
     assert not is_there(data, chunks) and is_there(data, chunks[:1])
-
-
-def test_purge_reaches_the_remote_store(open_data: Open) -> None:
-    data, chunks = open_data(remote=True), text(1, 2)
-    data.put(chunks)
-    data.flush()
-    data.drop(keys_of(chunks))
-    assert is_there(data, chunks)  # from afar
-    assert data.purge(keys_of(chunks)) == {}
-    assert not is_there(data, chunks)
-
-
-def test_a_remote_chunk_of_another_shape_does_not_serve(open_data: Open) -> None:
-    kv = plain(torch.zeros(2, 3, 1, 4, 4))  # three layers
-    odd = make_chunk([1] * 4, data=kv)
-    data = open_data(remote=True)
-    data.put([odd])
-    data.flush()
-    data.drop([odd.key])
-    assert not is_there(data, [odd])

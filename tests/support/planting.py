@@ -18,6 +18,13 @@ from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.quantize import KVData, plain
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
 
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
+
+
+def remote(folder: Path) -> dict[str, object]:
+    """Options of an engine whose remote store is beside the cache in ``folder``."""
+    return {"remote_cache_url": f"file://{folder}/far", "remote_cache_bytes": 10**9}
+
 
 def chunk_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("??/*.safetensors"))
