@@ -16,7 +16,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.tokens.hashing import ChunkKey
 from support.chunks import make_chunk
-from support.planting import chunk_files
+from support.planting import WRONG, chunk_files, rewrite
 
 FORMAT = KVFormat(2, 1, 4, torch.float32)
 CHUNK_BYTES = make_chunk([1, 2, 3, 4]).nbytes
@@ -122,6 +122,22 @@ def test_a_chunk_that_is_lost_is_none_and_reported(open_data: Open, tmp_path: Pa
     assert not is_there(opened, chunks[:1])
 
 
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_a_file_that_is_not_what_was_planned_does_not_serve(
+    open_data: Open, tmp_path: Path, tier: str
+) -> None:
+    chunks = text(1)
+    writer = open_data(**{tier: True})
+    writer.put(chunks)
+    writer.flush()
+    rewrite(
+        chunk_files(tmp_path / {"disk": "kv", "remote": "far"}[tier])[0], WRONG["another dtype"]
+    )
+    reader = open_data(**{tier: True})
+    assert not is_there(reader, chunks)
+    assert chunks[0].key in reader.take_gone()
+
+
 def test_a_chunk_in_memory_that_is_not_what_was_planned_does_not_serve(open_data: Open) -> None:
     data, chunk = open_data(), text(1)[0]
     data.put([chunk])
@@ -150,3 +166,13 @@ def test_dropped_chunks_leave_memory_and_folder_and_are_not_reported(
     assert [path.stem for path in chunk_files(tmp_path / "kv")] == keys_of(chunks[:1])
     assert data.take_gone() == []
     assert not is_there(data, chunks) and is_there(data, chunks[:1])
+
+
+def test_purge_reaches_the_remote_store(open_data: Open) -> None:
+    data, chunks = open_data(remote=True), text(1, 2)
+    data.put(chunks)
+    data.flush()
+    data.drop(keys_of(chunks))
+    assert is_there(data, chunks)  # from afar
+    assert data.purge(keys_of(chunks)) == {}
+    assert not is_there(data, chunks)

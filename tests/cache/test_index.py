@@ -34,6 +34,15 @@ def store(index: Index, ids: list[int]) -> int:
     return len(index.store(ROOT, as_token_ids(ids))[0])
 
 
+def test_a_longer_chunk_replaces_the_one_that_it_continues() -> None:
+    index = make_index()
+    first, _ = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5]))
+    new, replaced = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5, 6, 7]))
+    assert [info.token_ids.tolist() for info in new] == [[5, 6, 7]]
+    assert replaced == [first[-1].key] and replaced[0] not in index
+    assert len(index) == 2
+
+
 def test_what_is_removed_is_not_found() -> None:
     index = make_index()
     new, _ = index.store(ROOT, as_token_ids(range(8)))

@@ -236,6 +236,14 @@ def test_marks_expire_unless_their_chunk_is_used(server) -> None:
         assert all(server.client.ttl(name) > 5 for name in marks_in(server))
 
 
+def test_a_folder_has_no_index(tmp_path) -> None:
+    chunk = make_chunk(text(1))
+    with opened(str(tmp_path / "shared")) as tier:
+        assert tier.put(chunk) and not tier.has_index
+        assert found_by(tier, text(1)) == []
+        assert_same(tier.get(chunk.key), chunk)
+
+
 def test_short_neighbours_are_found_around_a_chunk(server) -> None:
     first = make_chunk(text(1, 20))
     second = make_chunk(text(2), parent=first.key, position=20)
