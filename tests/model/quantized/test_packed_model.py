@@ -210,7 +210,7 @@ def test_a_file_that_cannot_stay_packed_says_which_tensor_and_what_to_do(tmp_pat
 @pytest.mark.skipif(DEVICE != "cpu", reason="its kernels run without a GPU")
 def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
     """Layers whose weights are codes are not fused: their own products run."""
-    from support.paged_engines import steps_of, use_pages
+    from support.paged_engines import MEMORY, steps_of, use_pages
 
     monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     install_tiny(tiny_model("llama", num_hidden_layers=1).cpu(), home)
@@ -218,6 +218,6 @@ def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
     with open_tiny("packed") as engine:
         expected = engine.generate(prompt, 4, ignore_eos=True).token_ids
     use_pages(monkeypatch)
-    with open_tiny("packed") as engine:
+    with open_tiny("packed", max_kv_bytes=MEMORY) as engine:
         assert engine.generate(prompt, 4, ignore_eos=True).token_ids == expected
         assert steps_of(engine).num_steps > 0
