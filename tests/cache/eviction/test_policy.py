@@ -227,13 +227,6 @@ def test_the_history_of_evicted_chunks_is_bounded() -> None:
     assert len(policy._heap) <= 2 * 20 + 64
 
 
-def test_the_same_requests_give_the_same_order() -> None:
-    first, second = LearnedPolicy(), LearnedPolicy()
-    serve(Cache(first, 80))
-    serve(Cache(second, 80))
-    assert list(first) == list(second) and first.is_trusted
-
-
 def test_late_tokens_cost_more_to_compute_again() -> None:
     assert recompute_cost(0, 1, 0.5) == 1.0
     assert recompute_cost(10, 4, 0.0) == 4.0
