@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from kvboost import GenerationMode
@@ -35,6 +37,20 @@ def server(running_server: RedisServer) -> RedisServer:
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
     """One that may be stopped."""
     yield from started_redis(tmp_path)
+
+
+@pytest.fixture(params=["redis", "folder", "memory", "async"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty store of each kind."""
+    if request.param == "redis":
+        yield request.getfixturevalue("server").url
+    elif request.param == "memory":
+        yield f"memory://{tmp_path.name}"
+        with contextlib.suppress(FileNotFoundError):
+            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+    else:
+        (tmp_path / "shared").mkdir()
+        yield {"folder": "", "async": "asyncfolder://"}[request.param] + str(tmp_path / "shared")
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,15 @@ from __future__ import annotations
 import tarfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvboost import GenerationMode
 from kvboost.cache import codec
-from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.folder import CacheFolder, Imported
 from kvboost.cache.lookup.catalogue import holding, preceding
-from kvboost.cache.quantize import Quantizer
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
 from support.planting import BAD_HEADERS, PROMPT, WRONG, chunk_files, plant, remote, rewrite
 
@@ -93,20 +91,6 @@ def test_a_quantized_chunk_must_have_all_of_its_tensors(bits, open_engine, tmp_p
     rewrite(path, WRONG["tensors missing"])
     engine = open_engine(**options)
     assert engine.generate(PROMPT, 4, PREFIX).token_ids in (expected, first)
-    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
-
-
-def test_a_chunk_of_another_precision_is_refused(open_engine, expected, tmp_path) -> None:
-    """Quantized rows are close, and would be served as exact ones."""
-
-    def quantize(chunk: KVChunk) -> KVChunk:
-        rows = chunk.data.tensors["kv"]
-        data = Quantizer(8, None).pack(rows, chunk.info.base_position)
-        return KVChunk(replace(chunk.info, bits=8, nbytes=data.nbytes), data)
-
-    rewrite(in_the_middle(tmp_path / "kv"), quantize)
-    engine = open_engine()
-    assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
 
 
