@@ -202,7 +202,7 @@ def test_forgetting_one_root_leaves_the_others() -> None:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=20)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(texts, st.integers(0, 40), st.integers(1, 8))
 def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
     prompts, max_rows, max_chunks

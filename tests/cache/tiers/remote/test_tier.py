@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -29,19 +25,6 @@ from support.remote_stores import (
     packed_chunk,
     size_of,
 )
-
-
-@pytest.fixture(params=["redis", "folder", "memory", "async"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "redis":
-        yield request.getfixturevalue("server").url
-    elif request.param == "memory":
-        yield f"memory://{tmp_path.name}"
-        with contextlib.suppress(FileNotFoundError):
-            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
-    else:
-        (tmp_path / "shared").mkdir()
-        yield {"folder": "", "async": "asyncfolder://"}[request.param] + str(tmp_path / "shared")
 
 
 def test_another_client_gets_what_was_put(url: str) -> None:
