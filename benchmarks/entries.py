@@ -101,9 +101,12 @@ _ENTRIES = (
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
+    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
+    "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
     "speculation": "What do drafted tokens gain, by task?",
+    "states": "What does a model with states save when it resumes?",
 }
 """The question of each script."""
