@@ -78,7 +78,8 @@ class Cpu(Device):
                 f"far_kv_bits={config.far_kv_bits} needs a model on a GPU; on a CPU, far rows are "
                 "as the model computes them: leave it at 16"
             )
-        return in_file(shape, None if config.far_kv_dir is None else Path(config.far_kv_dir))
+        folder = config.far_kv_dir
+        return in_file(shape, None if folder is None else Path(folder).expanduser())
 
 
 class NvidiaGpu(Device):

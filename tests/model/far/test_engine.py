@@ -126,6 +126,16 @@ def test_a_request_that_does_not_fit_far_memory_either(tmp_path: Path) -> None:
         engine.generate(PROMPT, 5)
 
 
+def test_a_tilde_in_the_folder_is_the_home_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with far_engine(tiny_model("llama"), far_kv_dir="~/far") as engine:
+        assert engine.generate(PROMPT, 2, ignore_eos=True).token_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["far"]
+
+
 def test_far_memory_is_given_back_if_near_memory_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
