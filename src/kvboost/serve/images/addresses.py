@@ -16,13 +16,10 @@ from kvboost.errors import ConfigError
 IPAddress = IPv4Address | IPv6Address
 
 LONGEST_URL = 8192
-
 _PORTS = {"http": 80, "https": 443}
-
 _LABEL = r"(?!-)[a-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"(?!(.*\.)?(\d+|0x[0-9a-f]*)$)({_LABEL}\.)*{_LABEL}", re.ASCII)
 """No name ends with a number: resolvers take 2130706433, 0x7f000001 and 127.1 for 127.0.0.1."""
-
 _UNICAST = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _NOT_PUBLIC = (

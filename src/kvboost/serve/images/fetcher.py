@@ -36,15 +36,10 @@ logger = logging.getLogger("kvboost.serve")
 
 MAX_FETCHES = 32
 """Images that a server fetches at once. A tenant among others may have half of these places."""
-
 MAX_REDIRECTS = 3
-
 _CONNECT_SECONDS = 5.0
-
 _REDIRECTS = (301, 302, 303, 307, 308)
-
 _KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
-
 _UNREACHED = "it cannot be reached, or is not one that this server may reach"
 """Also if it was refused: a client must not learn which machines are in the server's network."""
 
