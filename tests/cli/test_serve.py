@@ -70,7 +70,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--heal", "off"),
         *("--speculate", "8"),
         *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
-        *("--tp-size", "2"),
+        *("--tp-size", "2", "--image-host", "a.example", "--image-host", "*.b.example:8080"),
     )
     assert done.exit_code == 0, done.output
     options, settings = started["options"], started["settings"]
@@ -87,6 +87,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert settings.timeout is None and settings.served_names == ("a", "b")
     assert settings.mode == "prefix_cache" and settings.drain_seconds == 7 and settings.log_prompts
     assert settings.metrics == "off"
+    assert settings.image_hosts == ("a.example", "*.b.example:8080")
     assert started["engine"].closed
 
 
@@ -151,6 +152,7 @@ def test_mistakes_are_one_line_before_anything_is_loaded(started, tmp_path) -> N
         (("--api-keys", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("--api-keys", str(empty)), "holds no key"),
         (("--mode", "turbo"), "mode='turbo'"),
+        (("--image-host", "https://a.example"), "--image-host='https://a.example' must be a host"),
         (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid"),
     ):
         done = serve(*arguments)
@@ -295,14 +297,21 @@ def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> N
     serve("--config", str(file), "--mode", "prefix_cache")
     before, reread = started["settings"], started["reread"]
     assert reread() == before and not caplog.text
-    file.write_text(f'max-running = 4\ntimeout = 6.0\nmode = "baseline"\napi-keys = "{keys}"\n')
+    file.write_text(
+        f'max-running = 4\ntimeout = 6.0\nmode = "baseline"\napi-keys = "{keys}"\n'
+        'image-host = ["a.example"]\n'
+    )
     keys.write_text("ann:k-ann\nbob:k-bob\n")
     after = reread()
     assert after.timeout == 6.0 and [key.name for key in after.keys] == ["ann", "bob"]
+    assert after.image_hosts == ("a.example",)
     assert after.mode == "prefix_cache"  # the command line comes first
     assert "a restart is needed for --max-running" in caplog.text
     file.write_text("max-running = 0\n")
     with pytest.raises(kvboost.ConfigError, match="max_running=0"):
+        reread()
+    file.write_text(f'api-keys = "{keys}"\nimage-host = ["*"]\n')
+    with pytest.raises(kvboost.ConfigError, match="image_hosts='\\*' must be a host"):
         reread()
 
 

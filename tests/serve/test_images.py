@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,58 +11,26 @@ import pytest
 
 from kvboost import KVBoost
 from support.hostile_images import FILES
+from support.image_requests import (
+    APIS,
+    QUESTION,
+    anthropic,
+    chat,
+    data_url,
+    error_of,
+    responses,
+    text_of,
+)
 from support.live_server import live_server
 from support.remote_server import remote_server
 from support.vision_models import about, file_of, picture, vision_engine
 
 IMAGE = picture(1, 50, 30)
-QUESTION = "What is this?"
 EXPECTED = about(IMAGE, QUESTION)
 NO_END = {"256": -100}
 
 
-def data_url(file: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
-
-
 URL = data_url(file_of(IMAGE))
-
-
-def chat(url: str, question: str = QUESTION, **more: Any) -> tuple[str, dict[str, Any]]:
-    part = {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
-    said = [part, {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": said}]
-    return "/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 6, **more}
-
-
-def anthropic(url: str, question: str = QUESTION, **more: Any) -> tuple[str, dict[str, Any]]:
-    head, _, data = url.partition(";base64,")
-    source = {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
-    said = [{"type": "image", "source": source}, {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": said}]
-    return "/v1/messages", {"model": "m", "messages": messages, "max_tokens": 6, **more}
-
-
-def responses(url: str, question: str = QUESTION, **more: Any) -> tuple[str, dict[str, Any]]:
-    image = {"type": "input_image", "image_url": url, "detail": "auto"}
-    said = [image, {"type": "input_text", "text": question}]
-    items = [{"role": "user", "content": said}]
-    return "/v1/responses", {"model": "m", "input": items, "max_output_tokens": 6, **more}
-
-
-APIS = {"chat": chat, "anthropic": anthropic, "responses": responses}
-
-
-def text_of(answer: httpx.Response) -> str:
-    said = answer.json()
-    if "choices" in said:
-        return str(said["choices"][0]["message"]["content"])
-    part = said["content"] if "content" in said else said["output"][0]["content"]
-    return str(part[0]["text"])
-
-
-def error_of(answer: httpx.Response) -> str:
-    return str(answer.json()["error"]["message"])
 
 
 SERVERS: dict[str, Any] = {"one process": live_server, "two processes": remote_server}
@@ -153,7 +120,7 @@ def test_too_many_images_are_refused(client) -> None:
     message = body["messages"][0]
     message["content"] *= 4
     answer = client.post(path, json=body)
-    assert answer.status_code == 400 and "has 4 images; at most 3" in error_of(answer)
+    assert answer.status_code == 400 and "more than 3 images; at most 3" in error_of(answer)
     assert answer.json()["error"]["code"] == "invalid_image"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,7 +114,11 @@ def wire(data: bytes, then: Callable[[Handler], None] | None = None) -> Callable
 
 
 @contextmanager
-def upstream(act: Callable[[Handler], None] | None = None, **options: Any) -> Iterator[Scripted]:
+def upstream(
+    act: Callable[[Handler], None] | None = None,
+    tls: ssl.SSLContext | None = None,
+    **options: Any,
+) -> Iterator[Scripted]:
     fake = Scripted(act or say(200), **options)
 
     class Answering(BaseHTTPRequestHandler):
@@ -157,7 +162,10 @@ def upstream(act: Callable[[Handler], None] | None = None, **options: Any) -> It
             """Clients may leave at any moment."""
 
     with Server(("127.0.0.1", 0), Answering) as server:
-        fake.url = f"http://127.0.0.1:{server.server_port}"
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        scheme = "http" if tls is None else "https"
+        fake.url = f"{scheme}://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

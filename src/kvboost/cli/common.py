@@ -173,7 +173,7 @@ RENAMED = {
     "remote_cache_url": "remote_cache",
 }
 """Options of an engine that have another name on the command line."""
-_NAMES = {**RENAMED, "model_name": "model", "endpoint": "kv_events"}
+_NAMES = {**RENAMED, "model_name": "model", "endpoint": "kv_events", "image_hosts": "image_host"}
 _NAMES["replay_endpoint"] = "kv_events_replay"
 
 

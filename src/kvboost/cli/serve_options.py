@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvboost.serve")
 
-_RELOADED = {"keys_file": "keys", "served_name": "served_names"}
+_RELOADED = {"keys_file": "keys", "served_name": "served_names", "image_host": "image_hosts"}
 """Options that a running server takes over under another name."""
 _MISTAKE = "kvboost.config"
 _VALUES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -187,6 +187,10 @@ class ServeOptions:
         EngineConfig.max_image_pixels,
         min=1,
     )
+    image_host: list[str] | None = option(
+        "A host from which images of prompts may be fetched, such as images.example.com, "
+        "*.example.com or 10.0.0.5:9000; may be repeated. By default requests bring their images."
+    )
     speculate: Speculate = str(EngineConfig.speculate)
     draft_model: DraftModel = None
     device_memory: DeviceMemory = None
@@ -308,6 +312,7 @@ class ServeOptions:
         return given | {
             "timeout": self.timeout or None,
             "served_names": tuple(self.served_name or ()),
+            "image_hosts": tuple(self.image_host or ()),
             "cors_origins": tuple(self.cors_origin or ()),
             "warm_for": tuple(self.warm_for or ()),
             "warm_contexts": self.warm_contexts or (1 if self.heal == "off" else MOST_CONTEXTS),

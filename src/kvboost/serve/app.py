@@ -58,10 +58,12 @@ def create_app(engine: kvboost.KVBoost, settings: ServerSettings | None = None) 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.draining = False
+        state.start_images()
         await state.documents.start()
         yield
         state.draining = True
         await state.documents.stop()
+        await state.stop_images()
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
         if state.tracing is not None:

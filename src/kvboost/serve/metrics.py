@@ -49,12 +49,16 @@ class Metrics:
         self._responses = counter("kvboost_responses", "HTTP responses by status", ["status"])
         told = "Fields of requests that this server does not know and has left out"
         self._ignored = counter("kvboost_ignored_fields", told)
+        told = "Images that requests named by address, by what became of them"
+        self._image_fetches = counter("kvboost_image_fetches", told, ["outcome"])
         for collector in (self._ttft, self._inter_token, _EngineCollector(engine)):
             registry.register(collector)
         sources = ("exact", "approximate", "moved", "recomputed", "computed")
         self._prompt = {source: prompt.labels(source) for source in sources}
         for reason in ("stop", "length", "cancelled", "timeout", "error"):
             self._answers.labels(reason)
+        for outcome in ("fetched", "failed"):
+            self._image_fetches.labels(outcome)
 
     def first_token(self, milliseconds: float) -> None:
         self._ttft.observe(milliseconds / 1e3)
@@ -80,6 +84,10 @@ class Metrics:
 
     def ignored_fields(self, count: int) -> None:
         self._ignored.inc(count)
+
+    def image_fetch(self, outcome: str) -> None:
+        """Counts an image that was ``fetched``, or whose download ``failed``."""
+        self._image_fetches.labels(outcome).inc()
 
     def text(self) -> bytes:
         """All metrics. For a thread: the engine may have to ask a remote tier."""

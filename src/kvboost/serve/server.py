@@ -27,6 +27,8 @@ from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:
+    from kvboost.serve.images.addresses import ImageHosts
+    from kvboost.serve.images.fetcher import ImageFetcher
     from kvboost.serve.tracing import Tracing
 
 
@@ -47,6 +49,9 @@ class ServerState:
         self.embedder = Embedder(engine, settings.embedding_model)
         self.stored_responses = StoredResponses(settings)
         self.kept_kv = KeptKV(engine)
+        self.image_hosts: ImageHosts | None = None
+        """The hosts that images may be fetched from, if there are any."""
+        self.images: ImageFetcher | None = None
         self.waiting_connections: dict[asyncio.Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
@@ -75,6 +80,7 @@ class ServerState:
         except ConfigError:
             self.settings = before
             raise
+        self.start_images()
         self.keys.load(self.settings)
         owners = {tenant.owner for tenant in self.keys.tenants()}
         for response_id in self.stored_responses.keep_only(owners):
@@ -83,6 +89,25 @@ class ServerState:
         self.sessions.keep_only(owners)
         self.explanations.keep_only(owners)
         return changed
+
+    def start_images(self) -> None:
+        """Takes over the hosts that images may be fetched from, and starts what fetches them."""
+        self.image_hosts = None
+        if not self.settings.image_hosts:
+            return
+        # Not above: most servers fetch nothing, and httpx takes a third of a second to import.
+        from kvboost.serve.images.addresses import ImageHosts
+        from kvboost.serve.images.fetcher import ImageFetcher
+
+        self.image_hosts = ImageHosts(self.settings.image_hosts)
+        if self.images is None:
+            self.images = ImageFetcher(self.metrics, self.settings.image_seconds)
+
+    async def stop_images(self) -> None:
+        """Fetches nothing any more."""
+        if self.images is not None:
+            await asyncio.to_thread(self.images.close)
+        self.image_hosts = self.images = None
 
     def _take_names(self) -> None:
         """Raises ConfigError if an adapter has one of the names of the model."""

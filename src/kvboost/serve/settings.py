@@ -24,7 +24,7 @@ from kvboost.errors import ConfigError
 
 METRICS = ("open", "key", "off")
 _LEAST = {"max_body_bytes": 1024, "max_header_bytes": 1024}
-RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
+RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts", "image_hosts")
 """Settings that a running server can change. All others need a restart."""
 
 
@@ -118,6 +118,11 @@ class ServerSettings:
     """Text of the documents that are kept for one tenant."""
     embedding_model: kvboost.EmbeddingModel | None = None
     """What makes embeddings. Default: the model that answers requests."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which images of prompts may be fetched, such as ``images.example.com``,
+    ``*.example.com`` or ``10.0.0.5:9000``. Empty: images are data URLs only."""
+    image_seconds: float = 20.0
+    """Seconds in which all images of a request that are fetched must arrive; 0 sets no limit."""
     session_seconds: float = 600.0
     """Seconds for which a session's KV is pinned after a turn, unless a request says otherwise."""
     retention_seconds: float = 24 * 3600.0
@@ -167,6 +172,8 @@ class ServerSettings:
         self._check_warm()
         for origin in self.cors_origins:
             check_origin(origin)
+        if self.image_hosts:
+            check_image_hosts(self.image_hosts)
         check_certificate(self.tls_cert, self.tls_key)
         if self.otlp_endpoint is not None:
             check_collector(self.otlp_endpoint)
@@ -226,6 +233,13 @@ def check_origin(origin: str) -> None:
             f"the origin {origin!r} must be a scheme and a host without a path, such as "
             "https://app.example, or * for every page"
         )
+
+
+def check_image_hosts(hosts: Iterable[str]) -> None:
+    """Raises ConfigError unless images can be fetched from ``hosts``."""
+    from kvboost.serve.images.addresses import ImageHosts
+
+    ImageHosts(hosts)
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:

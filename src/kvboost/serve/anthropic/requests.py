@@ -107,11 +107,11 @@ class Base64Source(fields.Body):
 
 class UrlSource(fields.Body):
     type: Literal["url"]
-    url: chat.DataUrl
+    url: chat.ImageUrl
 
 
 class ImageBlock(chat.Marked):
-    type: Annotated[Literal["image"], BeforeValidator(chat.refuse_unseen)]
+    type: Annotated[Literal["image"], BeforeValidator(chat.count_image)]
     source: Annotated[
         Annotated[Base64Source, Tag("base64")] | Annotated[UrlSource, Tag("url")],
         fields.one_of(_kind_of("base64", "url"), "a source of the type base64 or url"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
@@ -21,8 +23,8 @@ from starlette.types import Receive
 
 from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
-from kvboost.serve.http.json_text import JsonTextError, parse_json
-from kvboost.serve.http.streaming import within
+from kvboost.serve.http.json_text import JsonBudget, JsonTextError, parse_json
+from kvboost.serve.http.streaming import unless_gone, within
 from kvboost.serve.schema.fields import BodyContext
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
@@ -60,12 +62,8 @@ class BodyRoute(APIRoute):
             body = await read(request, server.settings, needs_json_type=self.needs_json_type)
             request.state.received = time.perf_counter()
             request.state.body_size = len(body)
-            takes_images = not isinstance(server.engine.image_reader, str)
-            context = BodyContext(server.settings.strict_fields, takes_images=takes_images)
             caller: Tenant = request.state.tenant
-            checked = await server.workers.parse(
-                caller.counts_as, len(body), parse, adapter, body, context
-            )
+            checked, context = await _checked(request, server, caller, adapter, body)
             request.state.ignored = context.ignored
             server.metrics.ignored_fields(len(context.ignored))
             given = {"body": checked, "request": request, "server": server, "caller": caller}
@@ -73,6 +71,43 @@ class BodyRoute(APIRoute):
             return response
 
         return read_and_answer
+
+
+async def _checked(
+    request: Request, server: ServerState, caller: Tenant, adapter: TypeAdapter[Any], body: bytes
+) -> tuple[Any, BodyContext]:
+    """The checked model of a body, and what the check found out. Images that the body names by
+    address are fetched once all else is right. Then the body is checked again, and gets the images
+    in place of their addresses."""
+    engine, hosts, size = server.engine, server.image_hosts, len(body)
+    limits = None if isinstance(engine.image_reader, str) else engine.config.image_limits
+    context = BodyContext(
+        server.settings.strict_fields,
+        max_images=None if limits is None else limits.max_images,
+        image_hosts=hosts,
+    )
+    checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
+    if not context.to_fetch:
+        return checked, context
+    assert server.images is not None and hosts is not None and limits is not None
+    fetched = await unless_gone(
+        request.receive,
+        server.images.fetch(
+            context.to_fetch,
+            hosts,
+            most=limits.max_bytes,
+            together=server.settings.max_body_bytes,
+            tenant=caller.counts_as,
+            request_id=request.state.request_id,
+        ),
+    )
+    size += sum(len(fetched[url].data) * count for url, count in context.to_fetch.items())
+    request.state.body_size = size
+    context = replace(
+        context, fetched=fetched, ignored=[], budget=JsonBudget(), to_fetch=Counter(), num_images=0
+    )
+    checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
+    return checked, context
 
 
 async def read(

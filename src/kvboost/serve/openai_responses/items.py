@@ -29,8 +29,8 @@ class ItemText(fields.Body):
 class ItemImage(fields.Body):
     """An image in a message."""
 
-    type: Annotated[Literal["input_image"], BeforeValidator(chat.refuse_unseen)]
-    image_url: chat.DataUrl
+    type: Annotated[Literal["input_image"], BeforeValidator(chat.count_image)]
+    image_url: chat.ImageUrl
     detail: chat.Detail | None = None
     file_id: None = None
 

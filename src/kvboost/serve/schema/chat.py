@@ -20,6 +20,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.errors import ApiError
 from kvboost.serve.http.json_text import MAX_DEPTH, depth_of
 from kvboost.serve.http.problems import shown
 from kvboost.serve.schema import fields
@@ -61,36 +62,59 @@ _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII | re.IGNORECA
 _SHOWN = 40
 
 
-def refuse_unseen(kind: Any, info: ValidationInfo) -> Any:
-    """Refuses images that the model cannot be given."""
-    if isinstance(info.context, fields.BodyContext) and not info.context.takes_images:
-        raise _other_part("images are")
+def count_image(kind: Any, info: ValidationInfo) -> Any:
+    """Counts an image. Refuses it if the model cannot be given any, or not so many."""
+    context = info.context
+    if isinstance(context, fields.BodyContext):
+        if context.max_images is None:
+            raise _other_part("images are")
+        context.num_images += 1
+        if context.num_images > context.max_images:
+            most = context.max_images
+            said = f"the body has more than {most} images; at most {most} are allowed"
+            raise ApiError(400, said, "invalid_image", "messages")
     return kind
 
 
-def _as_data(url: str) -> str:
-    """Refuses what is no data URL: this server fetches nothing for strangers."""
-    if _DATA_URL.match(url) is None:
-        like = "must be a data URL like 'data:image/png;base64,...'"
-        said = f"{like}, not {url[:_SHOWN]!r}: this server fetches no addresses"
-        raise fields.unsupported(said)
+def _as_data(url: str, info: ValidationInfo) -> str:
+    """``url``, or the data URL of the image that was fetched from there. Notes what is to be
+    fetched. Refuses addresses on hosts that the operator does not allow, which by default are
+    all."""
+    if _DATA_URL.match(url) is not None:
+        return url
+    context = info.context if isinstance(info.context, fields.BodyContext) else fields.BodyContext()
+    if (image := context.fetched.get(url)) is not None:
+        return image.data_url
+    if context.image_hosts is None:
+        raise _no_data_url(
+            url, "this server fetches no addresses, unless its operator allows hosts (--image-host)"
+        )
+    if (problem := context.image_hosts.problem(url)) is not None:
+        raise _no_data_url(url, f"an address {problem}")
+    context.to_fetch[url] += 1
     return url
 
 
-DataUrl = Annotated[fields.Text, AfterValidator(_as_data)]
+def _no_data_url(url: str, why: str) -> PydanticCustomError:
+    like = "must be a data URL like 'data:image/png;base64,...'"
+    return fields.unsupported(f"{like}, not {url[:_SHOWN]!r}: {why}")
+
+
+ImageUrl = Annotated[fields.Text, AfterValidator(_as_data)]
+"""A data URL, once the images of a request have been fetched."""
 Detail = Literal["auto", "low", "high", "original"]
 """Changes nothing: the model's own image processor decides how an image is scaled."""
 
 
 class ImageAddress(fields.Body):
-    url: DataUrl
+    url: ImageUrl
     detail: Detail | None = None
 
 
 class ImagePart(Marked):
     """A part with an image of a message."""
 
-    type: Annotated[Literal["image_url"], BeforeValidator(refuse_unseen)]
+    type: Annotated[Literal["image_url"], BeforeValidator(count_image)]
     image_url: ImageAddress
 
     @classmethod

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +23,10 @@ from pydantic_core import PydanticCustomError
 
 from kvboost.config import LIMIT_DRAFTED, SPECULATE
 from kvboost.serve.http.json_text import JsonBudget, parse_json
+
+if TYPE_CHECKING:
+    from kvboost.serve.images.addresses import ImageHosts
+    from kvboost.serve.images.fetcher import FetchedImage
 
 MAX_UNKNOWN = 64
 """Unknown fields of one object."""
@@ -243,8 +248,15 @@ class BodyContext:
     ignored: list[str] = field(default_factory=list)
     """The unknown fields that were left out, each once."""
     budget: JsonBudget = field(default_factory=JsonBudget)
-    takes_images: bool = False
-    """Whether the model can be given images."""
+    max_images: int | None = None
+    """The most images of a prompt; None if the model cannot be given any."""
+    image_hosts: ImageHosts | None = None
+    """The hosts that images may be fetched from, if there are any."""
+    fetched: Mapping[str, FetchedImage] = field(default_factory=dict)
+    """Images by their address. Their data URLs take its place."""
+    to_fetch: Counter[str] = field(default_factory=Counter)
+    """How often each address occurs whose image is not there yet."""
+    num_images: int = 0
 
     def leave_out(self, given: dict[str, Any], known: frozenset[str]) -> None:
         """Removes the fields that are not ``known``, and notes them, unless it is strict."""

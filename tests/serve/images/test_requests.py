@@ -1,0 +1,212 @@
+"""Images by address over the APIs: answered as if they had been sent, or refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from kvboost import KVBoost
+from kvboost.serve.app import create_app
+from kvboost.serve.settings import ServerSettings
+from support.hostile_images import FILES
+from support.image_requests import APIS, QUESTION, chat, data_url, error_of, responses, text_of
+from support.live_server import LiveServer, live_server
+from support.remote_server import remote_server
+from support.scripted_upstream import Scripted, hang, say, upstream
+from support.vision_models import about, file_of, picture, vision_engine
+
+IMAGE = picture(1, 50, 30)
+FILE = file_of(IMAGE)
+SERVERS: dict[str, Any] = {"one process": live_server, "two processes": remote_server}
+
+
+def shows(file: bytes) -> Any:
+    return say(200, file, content_type="image/png")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Scripted]:
+    """A server with images."""
+    with upstream() as running:
+        yield running
+
+
+@pytest.fixture
+def url(site: Scripted) -> str:
+    """The address of an image there."""
+    site.act = shows(FILE)
+    site.asked.clear()
+    site.gone.clear()
+    return f"{site.url}/a.png?size=large"
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served(request: Any, site: Scripted) -> Iterator[tuple[KVBoost, LiveServer]]:
+    host = site.url.removeprefix("http://")
+    with ExitStack() as stack:
+        made = vision_engine("smolvlm", max_images=3, max_image_bytes=20_000)
+        engine = stack.enter_context(made)
+        settings = {"served_names": ("m",), "image_hosts": (host,), "max_body_bytes": 30_000}
+        yield engine, stack.enter_context(SERVERS[request.param](engine, **settings))
+        assert engine.check_integrity() == []
+
+
+@pytest.fixture
+def engine(served: tuple[KVBoost, LiveServer]) -> KVBoost:
+    return served[0]
+
+
+@pytest.fixture
+def server(served: tuple[KVBoost, LiveServer]) -> LiveServer:
+    return served[1]
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_image_is_answered_as_if_it_had_been_sent(client, engine, site, url, api) -> None:
+    path, body = APIS[api](url, temperature=0)
+    expected = engine.chat(about(IMAGE, QUESTION), 6, "baseline", temperature=0).output_text
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert text_of(answer) == expected
+    ((target, _, _),) = site.asked
+    assert target == "/a.png?size=large"
+    path, body = APIS[api](data_url(FILE), temperature=0)
+    again = client.post(path, json=body)
+    assert int(again.headers["x-kvboost-exact-tokens"]) > 60
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("wrong", FILES)
+def test_a_hostile_file_is_refused_like_one_that_was_sent(client, site, url, api, wrong) -> None:
+    file, said = FILES[wrong]
+    site.act = shows(file)
+    path, body = APIS[api](url)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and said in error_of(answer), answer.text
+    site.act = shows(FILE)
+    assert client.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    "wrong", ["http://169.254.169.254/a", "https://example.com/a", "http://127.0.0.1/", "file:///a"]
+)
+def test_other_addresses_are_refused_where_they_are(client, site, url, api, wrong) -> None:
+    path, body = APIS[api](wrong)
+    answer = client.post(path, json=body)
+    said = error_of(answer)
+    assert answer.status_code == 400 and f"not '{wrong}': an address must" in said
+    assert "image_url: must be a data URL" in said or "url: must be a data URL" in said
+    assert site.url.removeprefix("http://") not in said and site.asked == []
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_image_that_is_not_there_is_the_requests_mistake(client, site, url, api) -> None:
+    site.act = say(404)
+    path, body = APIS[api](url)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and "answered with the status 404" in error_of(answer)
+    assert url in error_of(answer)
+    if api != "anthropic":
+        assert answer.json()["error"]["code"] == "image_not_fetched"
+
+
+def test_nothing_is_fetched_for_a_request_that_is_wrong(client, site, url) -> None:
+    path, body = chat(url, temperature=-1)
+    assert client.post(path, json=body).status_code == 400
+    path, body = chat(url)
+    content = body["messages"][0]["content"]
+    sent = {"type": "image_url", "image_url": {"url": data_url(FILE)}}
+    body["messages"][0]["content"] = [*content[:1] * 2, sent, sent]
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and "more than 3 images" in error_of(answer)
+    body["messages"][0] = {"role": "system", "content": content}
+    assert "goes with the role user" in error_of(client.post(path, json=body))
+    assert site.asked == []
+
+
+def test_the_same_address_is_fetched_once_and_its_bytes_count_as_often_as_it_occurs(
+    client, site, url
+) -> None:
+    path, body = chat(url)
+    body["messages"][0]["content"] *= 3
+    assert client.post(path, json=body).status_code == 200
+    assert len(site.asked) == 1
+    site.act = shows(b"x" * 10_001)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and "more than 30,000 bytes" in error_of(answer)
+
+
+def test_a_client_that_leaves_ends_the_download(server, site, url) -> None:
+    site.act = hang(site)
+    path, body = chat(url)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{path}", json=body, timeout=httpx.Timeout(60, read=0.5))
+    assert not site.asked or site.gone.wait(60)
+
+
+def test_streams_counts_and_plans_fetch_images_too(client, engine, url) -> None:
+    path, body = chat(url, stream=True, temperature=0)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
+    path, body = APIS["anthropic"](url)
+    del body["max_tokens"]
+    count = client.post(f"{path}/count_tokens", json=body).json()["input_tokens"]
+    assert count == len(engine.encode(about(IMAGE, QUESTION)))
+    plan = client.post("/kvboost/plan", json=chat(url)[1])
+    assert plan.status_code == 200 and plan.json()["exact_tokens"] > 60
+
+
+def test_a_kept_response_has_the_image_itself(client, site, url) -> None:
+    path, body = responses(url, store=True)
+    first = client.post(path, json=body).json()
+    more = {"model": "m", "input": "And now?", "previous_response_id": first["id"]}
+    second = client.post(path, json={**more, "max_output_tokens": 4})
+    assert second.status_code == 200 and len(site.asked) == 1
+    items = client.get(f"{path}/{second.json()['id']}/input_items").json()["data"]
+    images = [part for item in items for part in item["content"] if part["type"] == "input_image"]
+    assert [image["image_url"] for image in images] == [data_url(FILE)]
+
+
+def test_downloads_are_counted(client, url) -> None:
+    path, body = chat(url)
+    assert client.post(path, json=body).status_code == 200
+    counted = client.get("/metrics").text
+    assert 'kvboost_image_fetches_total{outcome="fetched"}' in counted
+
+
+def test_a_running_server_takes_over_other_hosts(server, client, site, url) -> None:
+    state = server.server.state
+    path, body = chat(url)
+    hosts = state.settings.image_hosts
+    assert state.reload(replace(state.settings, image_hosts=())) == ["image_hosts"]
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and "its operator allows hosts (--image-host)" in answer.text
+    assert state.reload(replace(state.settings, image_hosts=hosts)) == ["image_hosts"]
+    assert client.post(path, json=body).status_code == 200 and len(site.asked) == 1
+
+
+def test_a_server_that_stops_leaves_no_thread(fake) -> None:
+    def fetches() -> bool:
+        return any(thread.name == "kvboost-images" for thread in threading.enumerate())
+
+    app = create_app(fake, ServerSettings(image_hosts=("images.example.com",)))
+    others = fetches()
+    for _ in range(2):
+        with TestClient(app):
+            assert fetches()
+            assert app.state.server.images is not None
+        assert fetches() == others and app.state.server.images is None
