@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from kvboost import KVBoost, __version__
-from kvboost.bench.quality.payload import payload_cost
+from kvboost.bench.quality.asked import payload_cost
 from kvboost.tokens.prompt import Conversation
 
 NAME = "kvboost"

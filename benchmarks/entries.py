@@ -22,7 +22,6 @@ _ENTRIES = (
             "new prompts in vLLM take at most 1.03 × as long with the connector",
             "a step of 64 decoding requests in vLLM takes at most 1.03 × as long with it",
             "a restarted vLLM has 4,096 tokens from disk in at most 0.15 of a full prefill",
-            "16 users with prompts of 8,192 tokens are served at least 1.8 × as fast (H200, 1.5B)",
         ),
     ),
     Benchmark(
@@ -103,14 +102,11 @@ _ENTRIES = (
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
 SCRIPTS = {
     "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
-    "healing": "What does healing cost the steps of an answer on a GPU?",
     "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
     "packed": "How fast are packed weights, against plain weights and llama.cpp?",
     "speculation": "What do drafted tokens gain, by task?",
     "states": "What does a model with states save when it resumes?",
-    "traffic": "Which eviction policy keeps what comes back?",
-    "vllm_quality": "Is moved text as good in vLLM as on transformers?",
 }
 """The question of each script."""

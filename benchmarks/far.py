@@ -89,7 +89,7 @@ def run(settings: Settings, bench: Bench) -> Report:
 
 
 def measure(settings: Settings, bench: Bench) -> dict[str, Any]:
-    """The figures of one context; ``bench larger`` may call it too."""
+    """The figures of one context."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = parse_bytes(settings.device_memory, "device_memory")
     with memory_fence(torch.device(device, 0), memory):

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from typing import IO
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 GOALS = {"decode step": 0.8, "moved text": 0.8, "reading": 1.0}
 TOKENS = 2048
@@ -31,11 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="length of the text")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        work(options)
-        return
     workers = {"ours": Worker(options, native="1"), "torch": Worker(options, native="0")}
     times: dict[str, dict[str, list[float]]] = {task: {} for task in GOALS}
     try:
@@ -72,46 +68,29 @@ def main() -> None:
 
 
 class Worker:
-    """A process that runs one task per line it reads and writes the seconds."""
+    """A process that runs one task at a time."""
 
     def __init__(self, options: argparse.Namespace, native: str) -> None:
-        command = [sys.executable, "-m", "benchmarks", "kernels", "--worker"]
-        command += [
-            "--model",
-            options.model,
-            "--dtype",
-            options.dtype,
-            "--tokens",
-            str(options.tokens),
-        ]
-        env = {**os.environ, "KVBOOST_NATIVE": native}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        self.kernels = self._read()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(theirs, native, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.kernels: str = self._pipe.recv()
 
     def run(self, task: str) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(task + "\n")
-        self._process.stdin.flush()
-        return float(self._read())
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended early with code {self._process.wait()}")
-        return line.strip()
+        """The seconds that it takes; raises ``EOFError`` if the process has ended."""
+        self._pipe.send(task)
+        seconds: float = self._pipe.recv()
+        return seconds
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._pipe.close()
+        self._process.join()
 
 
-def work(options: argparse.Namespace) -> None:
-    answers: IO[str] = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else may write to the pipe
+def work(pipe: Connection, native_allowed: str, options: argparse.Namespace) -> None:
+    os.environ["KVBOOST_NATIVE"] = native_allowed
     import torch
 
     from kvboost import GenerationMode, KVBoost
@@ -164,8 +143,7 @@ def work(options: argparse.Namespace) -> None:
         "reading": read,
     }
     with engine:
-        answers.write(native.describe(getattr(torch, options.dtype)) + "\n")
-        answers.flush()
-        for line in sys.stdin:
-            answers.write(f"{tasks[line.strip()]()}\n")
-            answers.flush()
+        pipe.send(native.describe(getattr(torch, options.dtype)))
+        with suppress(EOFError):  # the parent has closed its end
+            while True:
+                pipe.send(tasks[pipe.recv()]())

@@ -37,6 +37,7 @@ from kvboost.bench.serve.clients import data_of
 from kvboost.bench.texts.prompts import docstrings
 from kvboost.config import DEFAULT_MODEL
 
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 OPERATOR, CROWD, LIGHT = "operator-key", "crowd-key", "light-key"
 KEYS = (f"admin:operator:{OPERATOR}", f"crowd:{CROWD}", f"light:{LIGHT}")
 MAX_RUNNING, MAX_WAITING = 8, 8
@@ -66,20 +67,26 @@ UNKEPT: dict[str, Any] = {"type": "object", "not": {"type": "string"}}
 
 @dataclass(frozen=True)
 class Request:
-    """One thing to ask, and how its answer is read."""
+    """One thing to ask. ``said`` reads its answer: the text, and whether that is complete;
+    ``joined`` reads the events of a stream."""
 
     kind: str
     path: str
     body: dict[str, Any]
-    said: Callable[[dict[str, Any]], tuple[str, bool]]
-    """The text of an answer, and whether it is complete."""
-    joined: Callable[[Sequence[dict[str, Any]]], tuple[str, bool]]
-    """The same of the events of a stream."""
-    schema: dict[str, Any] | None = None
 
     @property
     def key(self) -> str:
         return f"{self.path} {json.dumps(self.body, sort_keys=True)}"
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        return SCHEMA if self.kind.endswith(("schema", "tools")) else None
+
+    def said(self, answer: dict[str, Any]) -> tuple[str, bool]:
+        return READERS[self.path][0](answer)
+
+    def joined(self, events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+        return READERS[self.path][1](events)
 
 
 def make_requests(model: str, texts: Iterable[str], max_tokens: int = MAX_TOKENS) -> list[Request]:
@@ -93,37 +100,22 @@ def make_requests(model: str, texts: Iterable[str], max_tokens: int = MAX_TOKENS
         held = {"name": NAME, "schema": SCHEMA, "strict": True}
         function = {"name": NAME, "description": TOLD, "parameters": SCHEMA, "strict": True}
         tool = {"name": NAME, "description": TOLD, "input_schema": SCHEMA}
-        made += [
-            _chat("chat", chat | {"max_tokens": max_tokens // 8}),
-            _chat(
-                "schema", chat | {"response_format": {"type": "json_schema", "json_schema": held}}
-            ),
-            _chat("choice", chat | {"guided_choice": ["a module", "a class"]}, is_json=False),
-            _chat(
-                "tools",
-                chat
-                | {
-                    "tools": [{"type": "function", "function": function}],
-                    "tool_choice": "required",
-                },
-            ),
-            _response("responses", reply | {"max_output_tokens": max_tokens // 8}),
-            _response(
-                "responses, schema", reply | {"text": {"format": {"type": "json_schema", **held}}}
-            ),
-            _response(
-                "responses, tools",
-                reply | {"tools": [{"type": "function", **function}], "tool_choice": "required"},
-            ),
-            _message("messages", chat | {"max_tokens": max_tokens // 8}),
-            _message("messages, tools", chat | {"tools": [tool], "tool_choice": {"type": "any"}}),
-        ]
+        whole, short = {"type": "json_schema", "json_schema": held}, max_tokens // 8
+        plain, forced = {"type": "json_schema", **held}, {"tool_choice": "required"}
+        nested, flat = ({"type": "function", **one} for one in ({"function": function}, function))
+        asked = {
+            "chat": (CHAT, chat | {"max_tokens": short}),
+            "schema": (CHAT, chat | {"response_format": whole}),
+            "choice": (CHAT, chat | {"guided_choice": ["a module", "a class"]}),
+            "tools": (CHAT, chat | forced | {"tools": [nested]}),
+            "responses": (RESPONSES, reply | {"max_output_tokens": short}),
+            "responses, schema": (RESPONSES, reply | {"text": {"format": plain}}),
+            "responses, tools": (RESPONSES, reply | forced | {"tools": [flat]}),
+            "messages": (MESSAGES, chat | {"max_tokens": short}),
+            "messages, tools": (MESSAGES, chat | {"tools": [tool], "tool_choice": {"type": "any"}}),
+        }
+        made += [Request(kind, path, body) for kind, (path, body) in asked.items()]
     return made
-
-
-def _chat(kind: str, body: dict[str, Any], is_json: bool = True) -> Request:
-    schema = SCHEMA if is_json and kind != "chat" else None
-    return Request(kind, "/v1/chat/completions", body, _chat_said, _chat_joined, schema)
 
 
 def _chat_said(answer: dict[str, Any]) -> tuple[str, bool]:
@@ -147,11 +139,6 @@ def _chat_joined(events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     return said + text, end != "length"
 
 
-def _response(kind: str, body: dict[str, Any]) -> Request:
-    schema = SCHEMA if kind != "responses" else None
-    return Request(kind, "/v1/responses", body, _response_said, _response_joined, schema)
-
-
 def _response_said(answer: dict[str, Any]) -> tuple[str, bool]:
     parts = [part["text"] for item in answer["output"] for part in item.get("content", ())]
     parts += [item["arguments"] for item in answer["output"] if item["type"] == "function_call"]
@@ -160,11 +147,6 @@ def _response_said(answer: dict[str, Any]) -> tuple[str, bool]:
 
 def _response_joined(events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     return _response_said(events[-1]["response"])
-
-
-def _message(kind: str, body: dict[str, Any]) -> Request:
-    schema = SCHEMA if kind != "messages" else None
-    return Request(kind, "/v1/messages", body, _message_said, _message_joined, schema)
 
 
 def _message_said(answer: dict[str, Any]) -> tuple[str, bool]:
@@ -182,6 +164,13 @@ def _message_joined(events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     text = "".join(one.get("text", "") for one in deltas)
     is_whole = end != "max_tokens"
     return json.dumps(json.loads(calls)) if calls and is_whole else text, is_whole
+
+
+READERS: dict[str, tuple[Callable[..., tuple[str, bool]], Callable[..., tuple[str, bool]]]] = {
+    CHAT: (_chat_said, _chat_joined),
+    RESPONSES: (_response_said, _response_joined),
+    MESSAGES: (_message_said, _message_joined),
+}
 
 
 @dataclass

@@ -25,13 +25,12 @@ import bisect
 import heapq
 import inspect
 import json
-import math
 import random
 import shlex
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,14 +164,6 @@ def measure(engine: KVBoost, task: str, users: int, chosen: argparse.Namespace) 
     }
 
 
-def most_gained(step_ms: Mapping[int, float], users: int) -> float:
-    """The most gain in tokens per second of steps of the measured sizes, if every row
-    were a token: no drafts can gain more."""
-    without = step_ms.get(users)
-    rates = [size / ms for size, ms in step_ms.items() if size >= users]
-    return max(rates) * without / users if without else math.nan
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
@@ -210,11 +201,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
         dtype, device = str(engine.dtype), str(engine.device)
-        sizes, times = engine._runtime.cost._steps._learn()
-        steps_ms = {size: 1e3 * time for size, time in zip(sizes, times, strict=True)}
-        print("ms of a step, by rows:", {size: round(ms, 2) for size, ms in steps_ms.items()})
-        limits = {users: most_gained(steps_ms, users) for users in chosen.users}
-        for users, limit in limits.items():
-            print(f"{users} users: {limit:.2f} x if every row of such steps were a token")
     report = {"model": chosen.model, "dtype": dtype, "device": device, "rounds": chosen.rounds}
-    print(json.dumps({**report, "step_ms": steps_ms, "limits": limits, "tasks": found}))
+    print(json.dumps({**report, "tasks": found}))

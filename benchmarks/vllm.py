@@ -20,7 +20,7 @@ from benchmarks.shapes import EXPERTS, SHAPES
 from benchmarks.vllm_runs import Place, find_place, run_worker
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
-from kvboost.bench.kit.goals import Goal, judge, keeps_to, reaches
+from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import dim, ms, table
 
 GPU_LENGTHS, CPU_LENGTHS = (2048, 8192, 32768), (768,)
@@ -28,8 +28,6 @@ MOST_MOVED = {2048: 0.6, 8192: 0.33, 32768: 0.25}
 """The goals: first token over moved text, as a share of a full prefill's."""
 MOST_OVERHEAD = 1.03
 MOST_FROM_DISK = 0.15
-LEAST_TRAFFIC = 1.8
-TRAFFIC_SHAPE, TRAFFIC_LENGTHS = "1.5b", (3072, 8192)
 GOAL_DOCUMENT = 4096
 GOAL_SHAPE = "7b"
 DECODING = {"cuda": 64, "cpu": 8}
@@ -56,9 +54,6 @@ class Settings(benchmark.Settings):
         GOAL_DOCUMENT,
         "Tokens of the documents that a vLLM started anew reads from disk; 0: none.",
         least=0,
-    )
-    traffic: int = option(
-        128, "Questions that 16 users ask over shared documents, on a GPU; 0: none.", least=0
     )
 
 
@@ -91,13 +86,10 @@ def run(settings: Settings, bench: Bench) -> Report:
     bench.describe(place.device, dtype, vllm=place.version)
     reports = _measure(settings, bench, place, lengths)
     from_disk = _restart(settings, bench, place) if settings.restart else None
-    served = _traffic(settings, bench, place) if settings.traffic and place.on_gpu else None
     figures = Figures(*(_median(some) for some in reports.values()))
     shown: list[RenderableType] = [_table(figures, lengths)]
     if from_disk is not None:
         shown.append(_restart_table(from_disk))
-    if served is not None:
-        shown.append(_traffic_table(served))
     if not place.on_gpu:
         shown.append(dim(ON_CPUS))
     judged = place.on_gpu and settings.shape == GOAL_SHAPE
@@ -107,10 +99,9 @@ def run(settings: Settings, bench: Bench) -> Report:
             "runs": reports,
             **_ratios(figures, lengths),
             "restart": from_disk,
-            "traffic": served,
         },
         shown,
-        _goals(figures, lengths, judged, from_disk, served),
+        _goals(figures, lengths, judged, from_disk),
     )
 
 
@@ -143,34 +134,6 @@ def _restart(settings: Settings, bench: Bench, place: Place) -> dict[str, Any]:
             report = run_worker(place, [*options, "--folder", folder, "--restart", what])
     found: dict[str, Any] = report["restart"]
     return {**found, "ratio": round(found["disk_ms"] / found["full_ms"], 3)}
-
-
-def _traffic(settings: Settings, bench: Bench, place: Place) -> dict[str, dict[str, float]]:
-    """By the length of the prompts: questions per second without the connector's help, the mean of
-    before and after, and with it."""
-    bench.say("starts vLLM once more, for questions of 16 users over shared documents")
-    asked = ["--traffic", str(settings.traffic), "--ratio", str(settings.ratio)]
-    asked += ["--shape", TRAFFIC_SHAPE, "--lengths", ",".join(map(str, TRAFFIC_LENGTHS))]
-    served = {}
-    for length, found in run_worker(place, asked)["traffic"].items():
-        off = statistics.mean(found[f"{name} per second"] for name in ("off", "off again"))
-        repaired = found["repaired per second"]
-        served[length] = {"off": off, "repaired": repaired, "ratio": round(repaired / off, 3)}
-    return served
-
-
-def _traffic_table(served: dict[str, dict[str, float]]) -> RenderableType:
-    rows = [
-        (
-            f"{int(length):,} tokens: with moved text ÷ without",
-            f"{found['repaired']:.1f}",
-            f"{found['off']:.1f}",
-            f"{found['ratio']:.2f}",
-        )
-        for length, found in served.items()
-    ]
-    title = f"16 users of a {TRAFFIC_SHAPE} shape: questions per second"
-    return table(title, ("",), ("per s", "÷ per s", "ratio"), rows)
 
 
 def worker_options(settings: Settings, place: Place, lengths: Sequence[int]) -> list[str]:
@@ -231,7 +194,6 @@ def _goals(
     lengths: Sequence[int],
     judged: bool,
     from_disk: dict[str, Any] | None,
-    served: dict[str, dict[str, float]] | None,
 ) -> list[Goal]:
     """Only a GPU and the shape of the goals are judged on first tokens and steps."""
     share_of = {length: figures.moved(length) for length in MOST_MOVED if length in lengths}
@@ -246,6 +208,5 @@ def _goals(
     reread = None
     if from_disk is not None and from_disk["tokens"] == GOAL_DOCUMENT:
         reread = from_disk["ratio"]
-    gain = None if served is None else served[str(TRAFFIC_LENGTHS[-1])]["ratio"]
-    found += [keeps_to(reread, MOST_FROM_DISK, "{:.3f}"), reaches(gain, LEAST_TRAFFIC, "{:.2f} ×")]
+    found.append(keeps_to(reread, MOST_FROM_DISK, "{:.3f}"))
     return judge(BENCHMARKS["vllm"].goals, found)

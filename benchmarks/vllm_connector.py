@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from benchmarks.shapes import EXPERTS, SHAPES, config_of
@@ -40,8 +40,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
     parser.add_argument("--steps", help="numbers of requests that decode, after longer prompts")
-    parser.add_argument("--traffic", type=int, default=0, help="questions over shared documents")
-    parser.add_argument("--users", type=int, default=16, help="requests that run together")
     parser.add_argument("--folder", help="chunks on disk, which outlive the process")
     parser.add_argument(
         "--restart", choices=("write", "read"), help="write documents to --folder, or read them"
@@ -59,12 +57,6 @@ def main() -> None:
 
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
     report["version"] = vllm.__version__
-    if options.traffic:
-        report["traffic"] = {
-            length: traffic(llm, options.traffic, length, options.users) for length in lengths
-        }
-        print(json.dumps(report))
-        return
     if options.restart:
         report["restart"] = restart(llm, options, max(lengths))
         llm.llm_engine.engine_core.shutdown()  # writes what is not written yet
@@ -81,8 +73,7 @@ def main() -> None:
 
 
 def start(options: argparse.Namespace, longest: int) -> Any:
-    """With traffic, vLLM's engine runs in a process of its own, as in a server."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if options.traffic else "0")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -145,21 +136,17 @@ def make_shape(shape: str) -> str:
     return folder
 
 
-def sampling(mode: str, tokens: int) -> Any:
+def ask(llm: Any, prompts: list[list[int]], mode: str, tokens: int = 1) -> tuple[float, Any]:
+    """Milliseconds until all are answered, and the answers."""
     from vllm import SamplingParams
 
-    return SamplingParams(
+    params = SamplingParams(
         temperature=0,
         max_tokens=tokens,
         ignore_eos=True,
         detokenize=False,
         extra_args={"kvboost": mode},
     )
-
-
-def ask(llm: Any, prompts: list[list[int]], mode: str, tokens: int = 1) -> tuple[float, Any]:
-    """Milliseconds until all are answered, and the answers."""
-    params = sampling(mode, tokens)
     started = time.perf_counter()
     answers = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
     return (time.perf_counter() - started) * 1e3, answers
@@ -258,65 +245,6 @@ def restart(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
         assert used.get("exact_tokens", 0) > 0.9 * length, f"little was on disk: {used}"
     medians = {f"{name}_ms": round(statistics.median(some), 1) for name, some in times.items()}
     return {"tokens": length, "documents": len(documents), **medians}
-
-
-def serve(
-    llm: Any, prompts: list[list[int]], mode: str, users: int, tokens: int = 32
-) -> tuple[float, list[Any]]:
-    """Seconds until ``users``, of whom each sends a prompt when the last is answered, have sent
-    all; and the answers."""
-    engine, params, waiting = llm.llm_engine, sampling(mode, tokens), enumerate(prompts)
-    answers: list[Any] = []
-    started = time.perf_counter()
-    for number, prompt in islice(waiting, users):
-        engine.add_request(f"{mode} {started} {number}", {"prompt_token_ids": prompt}, params)
-    while engine.has_unfinished_requests():
-        for answer in engine.step():
-            if answer.finished:
-                answers.append(answer)
-                for number, prompt in islice(waiting, 1):
-                    name = f"{mode} {started} {number}"
-                    engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    return time.perf_counter() - started, answers
-
-
-def traffic(llm: Any, number: int, length: int, users: int) -> dict[str, Any]:
-    """Questions that each come with eight of 32 documents, popular ones more often, in any order:
-    questions per second with the connector and without it. vLLM's own prefix cache is on."""
-    rng = random.Random(3)
-    system = random_tokens(rng, 2 * HEADER)
-    size = (length - len(system) - QUESTION) // PASSAGES
-    documents = [random_tokens(rng, size) for _ in range(4 * PASSAGES)]
-    weights = [1 / rank for rank in range(1, len(documents) + 1)]
-
-    def question() -> list[int]:
-        chosen: dict[int, None] = {}
-        while len(chosen) < PASSAGES:
-            chosen[rng.choices(range(len(documents)), weights)[0]] = None
-        order = rng.sample(list(chosen), len(chosen))
-        text = chain.from_iterable(documents[one] for one in order)
-        return [*system, *text, *random_tokens(rng, QUESTION)]
-
-    for start in range(0, len(documents), PASSAGES):
-        some = chain.from_iterable(documents[start : start + PASSAGES])
-        ask(llm, [[*system, *some]], "repaired")
-    ask(llm, [random_tokens(rng, 64)], "off")
-    serve(
-        llm, [question() for _ in range(2 * users)], "repaired", users
-    )  # compiles what is not yet
-    report: dict[str, Any] = {"questions": number, "users": users}
-    for name, mode in (("off", "off"), ("repaired", "repaired"), ("off again", "off")):
-        llm.reset_prefix_cache()
-        seconds, answers = serve(llm, [question() for _ in range(number)], mode, users)
-        report[f"{name} per second"] = round(number / seconds, 2)
-        used = [(one.kv_transfer_params or {}).get("kvboost", {}) for one in answers]
-        moved = sum(one.get("moved_tokens", 0) for one in used)
-        share = moved / sum(len(one.prompt_token_ids) for one in answers)
-        assert (share > 0.5) == (mode == "repaired"), (
-            f"{name}: {share:.2f} of the tokens were moved"
-        )
-        report[f"{name} moved"] = round(share, 3)
-    return report
 
 
 if __name__ == "__main__":

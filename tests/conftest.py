@@ -14,6 +14,8 @@ from support.cores import cores_per_worker
 if os.environ.get("KVBOOST_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+import fastapi.routing
+import httpx._transports.default
 import pytest
 import torch
 import typer.testing
@@ -25,8 +27,14 @@ from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
-# A command line is the same for all tests; to make it takes as long as most of them.
-typer.testing._get_command = functools.cache(typer.testing._get_command)
+# A command line, the fields of our servers' replies and the certificates that clients trust are the
+# same for all tests; to make any of them takes as long as most tests.
+for module, name in (
+    (typer.testing, "_get_command"),
+    (fastapi.routing, "create_model_field"),
+    (httpx._transports.default, "create_ssl_context"),
+):
+    setattr(module, name, functools.cache(getattr(module, name)))
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))

@@ -113,10 +113,7 @@ def test_chat_uses_the_template_and_grows_without_reading_again(engine) -> None:
     messages = [{"role": "user", "content": "hello there, how are you today?"}]
     first = engine.chat(messages, 8, EXACT)
     assert first.prompt_tokens == len("u:hello there, how are you today?\na:")
-    messages += [
-        {"role": "assistant", "content": "fine"},
-        {"role": "user", "content": "and now?"},
-    ]
+    messages += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "and now?"}]
     assert engine.chat(messages, 8, EXACT).cached_tokens >= first.prompt_tokens - 1
 
 
@@ -276,13 +273,6 @@ def test_bad_options_are_refused_at_the_call(engine, options, message) -> None:
         engine.stream(TEXT, **options)
 
 
-def test_from_pretrained_checks_options_before_it_loads_anything() -> None:
-    with pytest.raises(ConfigError, match="recompute_strategy='magic'"):
-        KVBoost.from_pretrained("no-such-model", recompute_strategy="magic")
-    with pytest.raises(ConfigError, match="max_cache_bytes='lots'"):
-        KVBoost.from_pretrained("no-such-model", max_cache_bytes="lots")
-
-
 def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
     whole = make_engine(tiny_model("llama"))
     sliced = make_engine(tiny_model("llama"), prefill_slice=16)
@@ -352,16 +342,16 @@ def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> Non
 def test_the_callers_own_time_is_not_counted(engine) -> None:
     start = time.perf_counter()
     stream = engine.stream(TEXT, 4, ignore_eos=True)
-    time.sleep(0.2)
+    time.sleep(0.05)
     next(stream)
     first = (time.perf_counter() - start) * 1e3
     pauses = 1
     for _ in stream:
-        time.sleep(0.2)
+        time.sleep(0.05)
         pauses += 1
     total = (time.perf_counter() - start) * 1e3
-    assert pauses > 1 and stream.result.ttft_ms <= first - 200
-    assert stream.result.total_ms <= total - pauses * 200
+    assert pauses > 1 and stream.result.ttft_ms <= first - 50
+    assert stream.result.total_ms <= total - pauses * 50
 
 
 def test_a_hit_too_short_to_use_is_no_hit(engine) -> None:
@@ -374,11 +364,7 @@ def test_an_unclosed_stream_takes_no_lock_when_it_is_collected(engine) -> None:
     """The collector may run in a thread that holds our locks; here this very thread does."""
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
-    with (
-        engine._runtime.store._admission,
-        engine._runtime.store._lock,
-        engine._runtime.pool._lock,
-    ):
+    with engine._runtime.store._admission, engine._runtime.store._lock, engine._runtime.pool._lock:
         del stream
         gc.collect()
     assert engine.generate(TEXT, 3, EXACT).cached_tokens == 0
@@ -401,9 +387,13 @@ def test_a_closed_engine_raises_and_restores_the_model() -> None:
         assert second.generate(TEXT, 4, "baseline").token_ids == expected
         first.close()
         assert second.generate(TEXT, 4, "baseline").token_ids == expected
+        second.warm(TEXT, header="")
     assert model.config._attn_implementation == own
-    with pytest.raises(KVBoostError, match="engine is closed"):
-        first.generate(TEXT)
+    assert second.cache_stats()["hot_chunks"] == 0 and first.check_integrity() == []
+    for ask in (first.generate, first.forget, first.forget_salt, lambda _: first.clear()):
+        with pytest.raises(KVBoostError, match="engine is closed"):
+            ask(TEXT)
+    first.close()
 
 
 def test_adapters_switched_at_run_time_never_share(engine, monkeypatch) -> None:
@@ -463,12 +453,6 @@ def test_a_small_cache_changes_speed_and_nothing_else() -> None:
     assert nothing.cache_stats()["hot_chunks"] == 0
 
 
-def test_an_engine_is_a_context_manager_and_closes_its_cache() -> None:
-    with make_engine(tiny_model("llama")) as engine:
-        engine.warm(TEXT, header="")
-    assert engine.cache_stats()["hot_chunks"] == 0
-
-
 def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
     engine.generate(TEXT, 1)
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
@@ -481,13 +465,3 @@ def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="keeps no keys and values"):
         make_engine(transformers.MambaForCausalLM(config), strict=False)
-
-
-def test_a_closed_engine_raises_on_every_call() -> None:
-    engine = make_engine(tiny_model("llama"))
-    engine.close()
-    for ask in (engine.clear, lambda: engine.forget("x"), lambda: engine.forget_salt("x")):
-        with pytest.raises(KVBoostError, match="closed"):
-            ask()
-    assert engine.check_integrity() == []
-    engine.close()

@@ -267,8 +267,7 @@ def test_an_explanation_costs_a_request_nothing_per_chunk(engine, monkeypatch) -
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(5, "5 s"), (150, "2 min"), (7300, "2 h"), (2e5, "2 days")],
+    ("seconds", "said"), [(5, "5 s"), (150, "2 min"), (7300, "2 h"), (2e5, "2 days")]
 )
 def test_ages_in_words(seconds, said) -> None:
     assert duration(seconds) == said

@@ -28,13 +28,8 @@ def test_the_sdist_holds_tests_docs_examples_and_scripts(tmp_path) -> None:
         if path.is_file()
     }
     top = {
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "SECURITY.md",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "README.md",
-        "pyproject.toml",
+        *("CHANGELOG.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md", "LICENSE"),
+        *("README.md", "pyproject.toml"),
     }
     expected |= top | {"Dockerfile", "Makefile", "compose.yaml", "constraints.txt"}
     program = "import sys; from setuptools.build_meta import build_sdist as b; b(sys.argv[1])"

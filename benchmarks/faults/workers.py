@@ -29,12 +29,12 @@ def prompt(number: int) -> list[int]:
     return [start.randrange(END) for _ in range(96)] + [rest.randrange(END) for _ in range(48)]
 
 
-def plain_answers(count: int = PROMPTS) -> list[list[int]]:
+def plain_answers() -> list[list[int]]:
     """The model's answers to the shared prompts without any cache."""
     with small_engine() as engine:
         return [
             engine.generate(prompt(n), ANSWER_TOKENS, GenerationMode.BASELINE).token_ids
-            for n in range(count)
+            for n in range(PROMPTS)
         ]
 
 

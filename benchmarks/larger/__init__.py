@@ -1,1 +1,1 @@
-"""``bench larger``: models and contexts that are larger than a GPU's memory."""
+"""``python -m benchmarks larger``: a model that is larger than a GPU's memory."""

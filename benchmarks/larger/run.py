@@ -20,7 +20,6 @@ from kvboost.bench.kit.tables import table
 from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
 
-SECTIONS = ("streaming",)
 GOAL_SHAPE, GOAL_MEMORY = "32b", 8 << 30
 """The shape and memory that the goals are about."""
 ONE, EIGHT, CODE = "1 request", "8 requests", streaming.CODE
@@ -32,7 +31,6 @@ TINY_MEMORY = 144 << 20
 class Settings(benchmark.Settings):
     QUICK: ClassVar = {"seconds": 5.0}
 
-    sections: tuple[str, ...] = option(SECTIONS, "What to measure.", "section", choices=SECTIONS)
     shape: str = option(
         GOAL_SHAPE, "The shape of the model; tiny runs without a GPU.", choices=tuple(SHAPES)
     )

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.cluster import Killed, Settings, Traffic, _note, forget, kill_one, load, references
+from benchmarks.cluster import Killed, Traffic, _note, forget, kill_one, load, references
 from kvboost.bench.peers.process import Running
 from support.live_server import live_router, live_server
 from support.passages import WORDS, text
@@ -74,7 +74,3 @@ def test_outcomes_are_judged() -> None:
         _note(seen, outcome, after=True)
     assert seen.right == seen.after == 1 and sum(seen.retryable.values()) == 2
     assert [problem.split(": ")[1] for problem in seen.problems] == list(outcomes[3:])
-
-
-def test_the_short_form_is_shorter() -> None:
-    assert Settings.QUICK["requests"] < Settings().requests

@@ -6,12 +6,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import benchmarks
 from benchmarks.__main__ import app
 from benchmarks.entries import BENCHMARKS, SCRIPTS
 from benchmarks.run_all import JOBS
+from kvboost.errors import KVBoostError
 
 FOLDER = Path(benchmarks.__file__).parent
 SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small"}
@@ -44,6 +46,15 @@ def test_a_benchmark_of_the_kit_has_the_options_it_is_given(name: str) -> None:
         word for word in given if word.startswith("--")
     }:
         assert option in told, option
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("gpu", {"shapes": ("7b",)}), ("larger", {}), ("far", {})]
+)
+def test_a_benchmark_of_gpus_says_that_it_needs_one(name: str, given, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(KVBoostError, match=r"needs an NVIDIA GPU|--shape tiny"):
+        BENCHMARKS[name].perform(BENCHMARKS[name].settings(**given), Console(quiet=True))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

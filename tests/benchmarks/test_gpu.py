@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks import gpu
 from benchmarks.entries import BENCHMARKS
 from benchmarks.vllm_runs import WORKER
 from kvboost import StockModel
-from kvboost.errors import ConfigError, KVBoostError
-from support.tiny import DEVICE
+from kvboost.errors import ConfigError
 
 PROGRAM = """#!{python}
 import json, sys
@@ -113,11 +111,3 @@ def test_vllm_runs_first_and_an_earlier_record_is_shown_again(
     assert "0.12" in rows["known, RAM, 8,192"] and "50%" in rows["step, 1"]
     with pytest.raises(ConfigError, match="is no record of this"):
         perform(tmp_path, record=str(tmp_path / "none.json"))
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(KVBoostError, match="needs an NVIDIA GPU"):
-        perform(tmp_path, shapes=("7b",))

@@ -6,22 +6,11 @@ from rich.console import Console
 
 from benchmarks import moved
 from benchmarks.entries import BENCHMARKS
-from kvboost import StockModel
 from support.tiny import byte_tokenizer, make_engine, tiny_model
 
 
 def model():
     return tiny_model("llama", max_position_embeddings=4096)
-
-
-def test_moved_passages_are_timed_against_stock() -> None:
-    with make_engine(model(), reuse_moved="always") as engine:
-        timed = moved.measure_moved(
-            engine, StockModel(model()), num_passages=3, passage_tokens=100, rounds=2
-        )
-        assert timed.moved_tokens >= 200 and timed.num_tokens > 300
-        assert set(timed.over_stock) == {"auto", "cacheblend", "none", "no_hit"}
-        assert all(ratio > 0 for ratio in timed.over_stock.values())
 
 
 def test_a_conversation_is_repaired_once() -> None:

@@ -39,10 +39,6 @@ if "--restart" in given:
     found = {{"tokens": tokens, "documents": 5, "disk_ms": 20.0, "full_ms": 160.0}}
     print(json.dumps({{"restart": found}}))
     sys.exit()
-if "--traffic" in given:
-    served = {{"off per second": 10.0, "off again per second": 12.0, "repaired per second": 22.0}}
-    print(json.dumps({{"traffic": {{"3072": served, "8192": served}}}}))
-    sys.exit()
 plain = "--plain" in given
 lengths = given[given.index("--lengths") + 1].split(",")
 decode = {{"requests": 64, "step_ms": 10 if plain else 10.2}}
@@ -93,14 +89,12 @@ def test_the_table_compares_both_and_the_goals_are_judged(
     runs = asked(tmp_path)
     assert ["--plain" in one["given"] for one in runs[:4]] == [False, True, False, True]
     assert [one["given"][-1] for one in runs[4:6]] == ["write", "read"]
-    assert runs[6]["given"][2:4] == ["--traffic", "128"] and len(runs) == 7
+    assert len(runs) == 6
     assert runs[0]["given"][:4] == ["-m", WORKER, "--lengths", "2048,8192,32768"]
     assert "--shape" in runs[0]["given"] and "--eager" not in runs[0]["given"]
     assert record["moved"] == {"2048": 0.3, "8192": 0.3, "32768": 0.3}
     assert record["cold"]["8192"] == 1.02
-    assert [goal["met"] for goal in record["goals"]] == [True, True, False, *[True] * 4]
-    assert record["traffic"]["8192"] == {"off": 11.0, "repaired": 22.0, "ratio": 2.0}
-    assert "16 users" in shown and "2.00" in shown
+    assert [goal["met"] for goal in record["goals"]] == [True, True, False, *[True] * 3]
     assert record["restart"]["ratio"] == 0.125 and record["restart"]["tokens"] == 4096
     assert "4,096 tokens ÷ an unknown one" in shown and "0.125" in shown
     assert "8,192 tokens: moved ÷ computed" in shown and "0.300" in shown
@@ -117,8 +111,8 @@ def test_on_cpus_a_small_model_runs_and_no_goal_is_judged(
     assert given[given.index("--lengths") + 1] == "768"
     assert given[given.index("--model") + 1] == str(tmp_path)
     assert {"--eager", "float32"} <= set(given)
-    *compared, from_disk, traffic = record["goals"]
-    assert all(goal["met"] is None for goal in [*compared, traffic])
+    *compared, from_disk = record["goals"]
+    assert all(goal["met"] is None for goal in compared)
     assert from_disk["met"] is True  # the same engine, on the same machine
     assert "do not compare engines" in " ".join(shown.split())
 
@@ -126,7 +120,7 @@ def test_on_cpus_a_small_model_runs_and_no_goal_is_judged(
 def test_another_shape_is_measured_but_not_judged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"shape": "0.5b", "lengths": (2048,), "turns": 1, "restart": 0, "traffic": 0}
+    given = {"shape": "0.5b", "lengths": (2048,), "turns": 1, "restart": 0}
     record, _ = perform(place, monkeypatch, **given)
     assert record["restart"] is None
     assert all(goal["met"] is None for goal in record["goals"])

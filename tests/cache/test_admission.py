@@ -89,7 +89,7 @@ A = [1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]
 """Some text."""
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(
     texts,
     st.sampled_from([8, 20, 40, 1000]),

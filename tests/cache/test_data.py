@@ -9,7 +9,7 @@ import torch
 
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.data import ChunkData
-from kvboost.cache.quantize import KVFormat, plain
+from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -122,29 +122,18 @@ def test_a_chunk_that_is_lost_is_none_and_reported(open_data: Open, tmp_path: Pa
     assert not is_there(opened, chunks[:1])
 
 
-def test_a_truncated_file_is_lost_and_quarantined(open_data: Open, tmp_path: Path) -> None:
-    chunks = text(1, 2)
-    writer = open_data(disk=True)
-    writer.put(chunks)
-    writer.flush()
-    reader = open_data(disk=True)
-    damaged = next(path for path in chunk_files(tmp_path / "kv") if path.stem == chunks[1].key)
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    assert is_there(reader, chunks[:1]) and not is_there(reader, chunks)
-    assert reader.take_gone() == [chunks[1].key]
-    assert not damaged.exists() and len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
-
-
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("tier", ["disk", "remote"])
 def test_a_file_that_is_not_what_was_planned_does_not_serve(
-    open_data: Open, tmp_path: Path, wrong: str
+    open_data: Open, tmp_path: Path, tier: str
 ) -> None:
     chunks = text(1)
-    writer = open_data(disk=True)
+    writer = open_data(**{tier: True})
     writer.put(chunks)
     writer.flush()
-    rewrite(chunk_files(tmp_path / "kv")[0], WRONG[wrong])
-    reader = open_data(disk=True)
+    rewrite(
+        chunk_files(tmp_path / {"disk": "kv", "remote": "far"}[tier])[0], WRONG["another dtype"]
+    )
+    reader = open_data(**{tier: True})
     assert not is_there(reader, chunks)
     assert chunks[0].key in reader.take_gone()
 
@@ -187,13 +176,3 @@ def test_purge_reaches_the_remote_store(open_data: Open) -> None:
     assert is_there(data, chunks)  # from afar
     assert data.purge(keys_of(chunks)) == {}
     assert not is_there(data, chunks)
-
-
-def test_a_remote_chunk_of_another_shape_does_not_serve(open_data: Open) -> None:
-    kv = plain(torch.zeros(2, 3, 1, 4, 4))  # three layers
-    odd = make_chunk([1] * 4, data=kv)
-    data = open_data(remote=True)
-    data.put([odd])
-    data.flush()
-    data.drop([odd.key])
-    assert not is_there(data, [odd])

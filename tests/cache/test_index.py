@@ -34,14 +34,6 @@ def store(index: Index, ids: list[int]) -> int:
     return len(index.store(ROOT, as_token_ids(ids))[0])
 
 
-def test_what_is_stored_is_found_and_stored_once() -> None:
-    index = make_index()
-    assert store(index, list(range(10))) == 3
-    assert store(index, list(range(10))) == 0
-    assert known_rows(index, list(range(10))) == 10
-    assert known_rows(index, [0, 1, 2, 3, 4, 9]) == 5
-
-
 def test_a_longer_chunk_replaces_the_one_that_it_continues() -> None:
     index = make_index()
     first, _ = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5]))
@@ -49,11 +41,6 @@ def test_a_longer_chunk_replaces_the_one_that_it_continues() -> None:
     assert [info.token_ids.tolist() for info in new] == [[5, 6, 7]]
     assert replaced == [first[-1].key] and replaced[0] not in index
     assert len(index) == 2
-
-
-def test_sizes_are_those_of_the_rows() -> None:
-    new, _ = make_index().store(ROOT, as_token_ids(range(6)))
-    assert [info.nbytes for info in new] == [4 * 8, 2 * 8]
 
 
 def test_what_is_removed_is_not_found() -> None:

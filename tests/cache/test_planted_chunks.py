@@ -6,35 +6,19 @@ from __future__ import annotations
 import tarfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import GenerationMode
 from kvboost.cache import codec
-from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.folder import CacheFolder
+from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.folder import CacheFolder, Imported
 from kvboost.cache.lookup.catalogue import holding, preceding
-from kvboost.cache.quantize import Quantizer
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
-from support.planting import BAD_HEADERS, WRONG, chunk_files, plant, rewrite
+from support.planting import BAD_HEADERS, PROMPT, WRONG, chunk_files, plant, remote, rewrite
 
 PREFIX = GenerationMode.PREFIX_CACHE
-PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
-
-
-@pytest.fixture
-def expected(open_engine: Callable[..., KVBoost], tmp_path: Path) -> list[int]:
-    """The plain answer; the folder and the remote store hold the prompt afterwards."""
-    with open_engine(**remote(tmp_path)) as engine:
-        answer = engine.generate(PROMPT, 4, GenerationMode.BASELINE).token_ids
-        engine.generate(PROMPT, 4, PREFIX)
-    return answer
-
-
-def remote(tmp_path: Path) -> dict[str, object]:
-    return {"remote_cache_url": f"file://{tmp_path}/far", "remote_cache_bytes": 10**9}
 
 
 def in_the_middle(folder: Path) -> Path:
@@ -65,7 +49,9 @@ def test_a_wrong_chunk_on_disk_is_put_into_quarantine(wrong, open_engine, expect
     assert engine.check_integrity() == []
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong", ["a layer missing", "another dtype", "another position", "another root"]
+)
 def test_a_wrong_chunk_in_a_remote_store_is_deleted_there(wrong, open_engine, expected, tmp_path):
     path = tmp_path / "far" / in_the_middle(tmp_path / "kv").relative_to(tmp_path / "kv")
     rewrite(path, WRONG[wrong])
@@ -108,42 +94,35 @@ def test_a_quantized_chunk_must_have_all_of_its_tensors(bits, open_engine, tmp_p
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
 
 
-def test_a_chunk_of_another_precision_is_refused(open_engine, expected, tmp_path) -> None:
-    """Quantized rows are close, and would be served as exact ones."""
-
-    def quantize(chunk: KVChunk) -> KVChunk:
-        rows = chunk.data.tensors["kv"]
-        data = Quantizer(8, None).pack(rows, chunk.info.base_position)
-        return KVChunk(replace(chunk.info, bits=8, nbytes=data.nbytes), data)
-
-    rewrite(in_the_middle(tmp_path / "kv"), quantize)
-    engine = open_engine()
-    assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
-    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+def imported(folder: Path, path: Path, tmp_path: Path) -> Imported:
+    """What another folder takes from an archive of this file."""
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        archive.add(path, path.relative_to(folder).as_posix())
+    done = CacheFolder(tmp_path / "other", create=True).install(tmp_path / "evil.tar")
+    assert done.installed == len(chunk_files(tmp_path / "other"))
+    return done
 
 
 @pytest.mark.parametrize("header", BAD_HEADERS)
-def test_a_bad_header_is_one_fault_and_stops_no_start(header, open_engine, expected, tmp_path):
+@pytest.mark.usefixtures("expected")
+def test_a_bad_header_is_one_fault_and_goes_into_quarantine(header: str, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     place = plant(in_the_middle(folder), **BAD_HEADERS[header])
+    done = imported(folder, place, tmp_path)
+    assert (done.installed, done.refused) == (0, 1)
     assert CacheFolder(folder).verify().bad == 1
     assert not place.exists() and (folder / "quarantine" / place.name).exists()
-    place.write_bytes((folder / "quarantine" / place.name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    "header", ["a huge position", "no tokens, and itself before", "a long name", "a short before"]
+)
+def test_a_bad_header_stops_no_start(header, open_engine, expected, tmp_path) -> None:
+    plant(in_the_middle(tmp_path / "kv"), **BAD_HEADERS[header])
     engine = open_engine()
     assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
     assert engine.check_integrity() == []
-
-
-@pytest.mark.parametrize("header", BAD_HEADERS)
-def test_an_archive_does_not_carry_a_bad_header_in(header, open_engine, expected, tmp_path):
-    folder = tmp_path / "kv"
-    place = plant(in_the_middle(folder), **BAD_HEADERS[header])
-    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
-        archive.add(place, place.relative_to(folder).as_posix())
-    done = CacheFolder(tmp_path / "other", create=True).install(tmp_path / "evil.tar")
-    assert (done.installed, done.refused) == (0, 1)
-    assert chunk_files(tmp_path / "other") == []
 
 
 @pytest.mark.parametrize("wrong", ["tensors missing", "four dimensions", "whole numbers"])
@@ -151,9 +130,7 @@ def test_an_archive_does_not_carry_impossible_tensors_in(wrong, open_engine, exp
     folder = tmp_path / "kv"
     path = in_the_middle(folder)
     rewrite(path, WRONG[wrong])
-    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
-        archive.add(path, path.relative_to(folder).as_posix())
-    done = CacheFolder(tmp_path / "other", create=True).install(tmp_path / "evil.tar")
+    done = imported(folder, path, tmp_path)
     assert (done.installed, done.refused) == (0, 1)
     assert CacheFolder(folder).verify().bad == 1
 

@@ -23,11 +23,10 @@ from kvboost.cli.main import app
 from kvboost.config import EngineConfig
 from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
 from support.chunks import make_chunk
-from support.planting import chunk_files
+from support.planting import PROMPT, chunk_files, remote
 
 OURS, THEIRS = "a secret of ours", "a secret of theirs"
 PREFIX = GenerationMode.PREFIX_CACHE
-PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 
 
 def disk(engine: KVBoost) -> dict:
@@ -66,10 +65,10 @@ def test_signed_chunks_serve_engines_that_have_the_secret(open_engine) -> None:
 
 
 def test_signed_chunks_come_from_a_remote_store_too(open_engine, tmp_path) -> None:
-    remote = {"remote_cache_url": f"file://{tmp_path}/far", "remote_cache_bytes": 10**9}
-    fill(open_engine, cache_secret=OURS, disk_cache_dir=None, **remote)
+    far = {"disk_cache_dir": None, **remote(tmp_path)}
+    fill(open_engine, cache_secret=OURS, **far)
     for secret, least in ((OURS, 140), (THEIRS, 0), (None, 0)):
-        engine = open_engine(cache_secret=secret, disk_cache_dir=None, **remote)
+        engine = open_engine(cache_secret=secret, **far)
         found = engine.generate(PROMPT, 8, PREFIX).exact_tokens
         assert found > least if least else found == 0
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_forgetting_one_root_leaves_the_others() -> None:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=20)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(texts, st.integers(0, 40), st.integers(1, 8))
 def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
     prompts, max_rows, max_chunks
@@ -214,6 +215,58 @@ def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
         assert stats.tiers["ram"].nbytes <= max_rows * ROW_BYTES
         assert stats.chunks <= max_chunks
         assert store.check_integrity() == []
+
+
+@settings(max_examples=30)
+@given(texts, texts, st.lists(st.integers(0, 2), min_size=1, max_size=20))
+def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids) -> None:
+    """Whatever is admitted and evicted between the two."""
+    store = make_store(max_chunks=8)
+    for text in before:
+        admit(store, text)
+    wanted, end = as_token_ids(ids), len(ids)
+    early = store.look_early(ROOT, wanted, moved_before=end)
+    for text in meanwhile:
+        admit(store, text)
+    with store.lookup(ROOT, wanted, moved_before=end) as late:
+        pass
+    with store.lookup(ROOT, wanted, moved_before=end, early=early) as known:
+        assert [hit.end for hit in known.exact[-1:]] == [hit.end for hit in late.exact[-1:]]
+        assert known.gaps(end, CHUNK) == late.gaps(end, CHUNK)
+        for hit, _ in store.fetch(list(known.hits())):
+            stored = hit.chunk.token_ids[hit.offset : hit.offset + hit.num_tokens]
+            assert stored.tolist() == ids[hit.start : hit.end]
+
+
+def test_an_early_lookup_holds_until_something_better_comes_or_a_chunk_goes() -> None:
+    def find_early() -> tuple[ChunkStore, Callable[[], bool]]:
+        store = make_store(max_chunks=4)
+        admit(store, [9, 9, 9, 9, 1, 2, 3, 4, 5, 6, 7, 8])
+        prompt = as_token_ids([1, 2, 3, 4, 5, 6, 7, 8])
+        early = store.look_early(ROOT, prompt, moved_before=8)
+        assert early is not None and not early.known.exact and len(early.known.moved) == 1
+
+        def holds() -> bool:
+            with store.lookup(ROOT, prompt, moved_before=8, early=early) as known:
+                return known is early.known
+
+        return store, holds
+
+    store, holds = find_early()
+    assert holds()
+    admit(store, [0, 0, 0, 0])
+    assert holds()
+    admit(store, [1, 2, 0, 0])  # begins as the prompt does
+    assert not holds()
+
+    store, holds = find_early()
+    for number in range(10, 14):
+        admit(store, [number] * 4)
+    assert not holds()
+
+    store, holds = find_early()
+    store.forget(ROOT)
+    assert not holds()
 
 
 def test_many_threads_at_once() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import GenerationMode
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.folder import CacheFolder
@@ -19,25 +18,13 @@ from kvboost.checks.rehearsal import rehearse
 from kvboost.errors import CacheFolderError, ForgetError
 from kvboost.model.loading.tokenizer import ModelTokenizer
 from support.chunks import make_chunk
-from support.planting import OTHER_VERSIONS, chunk_files, plant
+from support.planting import OTHER_VERSIONS, PROMPT, chunk_files, plant, remote
 from support.remote_stores import opened
 from support.tiny import byte_tokenizer
 
 PREFIX = GenerationMode.PREFIX_CACHE
-PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 NEWER = OTHER_VERSIONS["a newer format"]
-
-
-@pytest.fixture
-def expected(open_engine: Callable[..., KVBoost], tmp_path: Path) -> list[int]:
-    """The plain answer; folder and remote store hold the prompt afterwards."""
-    with open_engine(**remote(tmp_path)) as engine:
-        engine.generate(PROMPT, 4, PREFIX)
-        return engine.generate(PROMPT, 4, GenerationMode.BASELINE).token_ids
-
-
-def remote(tmp_path: Path) -> dict[str, object]:
-    return {"remote_cache_url": f"file://{tmp_path}/far", "remote_cache_bytes": 10**9}
+SOME_VERSIONS = ("a newer format", "a newer format without any of our fields")
 
 
 def rewritten(folder: Path, fields: dict[str, str]) -> dict[Path, bytes]:
@@ -69,7 +56,7 @@ def test_chunks_of_another_version_are_misses_and_stay(
     assert engine.check_integrity() == []
 
 
-@pytest.mark.parametrize("version", OTHER_VERSIONS)
+@pytest.mark.parametrize("version", SOME_VERSIONS)
 def test_a_remote_store_keeps_chunks_of_another_version(
     version, open_engine, expected, tmp_path, caplog
 ) -> None:
@@ -177,7 +164,7 @@ def test_forgetting_a_text_removes_what_cannot_be_searched(open_engine, expected
     assert chunk_files(folder) == []
 
 
-@pytest.mark.parametrize("version", OTHER_VERSIONS)
+@pytest.mark.parametrize("version", SOME_VERSIONS)
 def test_forgetting_names_what_cannot_be_searched_in_the_remote_store(
     version, open_engine, expected, tmp_path
 ) -> None:

@@ -208,10 +208,7 @@ def test_what_is_not_asked_for_stays_text() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [
-        '{"name": "\\ud800", "arguments": {}}',
-        '{"arguments": {"a": "\\ud800"}, "name": "now"}',
-    ],
+    ['{"name": "\\ud800", "arguments": {}}', '{"arguments": {"a": "\\ud800"}, "name": "now"}'],
 )
 def test_a_call_with_half_of_a_surrogate_pair_is_text(call: str) -> None:
     """No response could contain it: UTF-8 cannot encode it."""

@@ -15,11 +15,6 @@ def test_tools_are_introduced_in_a_system_message() -> None:
     assert second == USER
 
 
-def test_a_system_message_is_continued() -> None:
-    first, *_ = with_tools_as_text([{"role": "system", "content": "Be kind."}, USER], [TOOL])
-    assert first["content"].startswith("Be kind.\n\n# Tools")
-
-
 def test_calls_and_results_become_text() -> None:
     messages = [
         USER,

@@ -136,7 +136,8 @@ def test_what_a_template_writes_of_reasoning(engines, name: str) -> None:
 @pytest.mark.parametrize("name", REASONING)
 def test_history_whose_reasoning_vanished_is_moved(engines, name: str) -> None:
     """The next turn computes no more rows than what the user says and the template around it:
-    nothing beside the four reasonings that are gone."""
+    nothing beside the four reasonings that are gone. The turn after it finds everything in place:
+    approximate rows at first, and exact ones once the conversation has been healed."""
     engine, salt = engines[name], "dropped"
     play_loop(engine, name, salt)
     asked = render(engine, [*LOOP, ANSWER, NEXT])
@@ -149,15 +150,6 @@ def test_history_whose_reasoning_vanished_is_moved(engines, name: str) -> None:
     assert computed <= new
     assert num_rows(result, SpanKind.MOVED) == len(asked) - result.exact_tokens - computed
     assert num_rows(result, SpanKind.APPROXIMATE) == 0
-
-
-@pytest.mark.parametrize("name", REASONING)
-def test_the_turn_after_it_finds_everything_in_place(engines, name: str) -> None:
-    """Approximate rows at first, and exact ones once the conversation has been healed."""
-    engine, salt = engines[name], "after"
-    play_loop(engine, name, salt)
-    asked = render(engine, [*LOOP, ANSWER, NEXT])
-    result = engine.generate(asked, 2, **SLOPPY, cache_salt=salt)
     said = {"role": "assistant", "content": "14 and 38."}
     again = render(engine, [*LOOP, ANSWER, NEXT, said, QUESTION])
     new = len(again) - again.index(NEXT["content"]) - len(NEXT["content"])
@@ -200,12 +192,7 @@ def test_history_behind_a_cleared_result_is_moved(engines, name: str) -> None:
     edited = whole.replace(RESULTS[0], CLEARED)
     check_full(engine, edited, salt)
     result = engine.chat(
-        LOOP,
-        2,
-        tools=[TOOL],
-        context_management={"edits": [edit]},
-        cache_salt=salt,
-        **SLOPPY,
+        LOOP, 2, tools=[TOOL], context_management={"edits": [edit]}, cache_salt=salt, **SLOPPY
     )
     assert [one.cleared_tool_uses for one in result.applied_edits] == [1]
     assert result.prompt_tokens == len(edited.encode())

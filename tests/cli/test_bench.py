@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -11,29 +10,12 @@ from typer.testing import CliRunner
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import app
-from support.homes import use_home
-from support.tiny import save_tiny
 
 runner = CliRunner()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=8192))
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path) -> None:
-    use_home(monkeypatch, tmp_path)
-
-
 def run(*arguments: str):
     return runner.invoke(app, ["bench", *arguments])
-
-
-def report_of(done) -> dict:
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_benchmark_of_the_list_is_a_command_with_the_options_it_is_given() -> None:
@@ -58,19 +40,6 @@ def test_help_explains_an_option_with_its_choices_and_default() -> None:
     told = " ".join(run("serve", "--help").output.replace("│", " ").split())
     assert "What users send. One of rag, rag-8k, chat, agent. May be repeated." in told
     assert "[default: rag, chat]" in told
-
-
-def test_a_benchmark_is_measured_drawn_and_remembered(model, tmp_path) -> None:
-    picture, output = tmp_path / "q.png", tmp_path / "q.json"
-    few = ("--chunk-size", "64", "--bits", "16", "--bits", "4", "--strategy", "none")
-    files = ("--plot", str(picture), "--output", str(output))
-    done = run("quality", "-m", model, "--quick", *few, *files, "--dtype", "float32")
-    report = report_of(done)
-    assert [one["kept"] for one in report["summaries"]] == ["fixed 64, 16 bits", "fixed 64, 4 bits"]
-    assert report["settings"]["bits"] == [16, 4] and report["settings"]["limit"] == 1
-    assert "tokens/s read" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(output.read_text()) == report
 
 
 @pytest.mark.parametrize(

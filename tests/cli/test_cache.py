@@ -105,9 +105,6 @@ def test_two_folders_are_a_mistake(command: str, folder: str, tmp_path: Path) ->
         assert line.startswith(f"error: two folders are given, {folder!r} and {other!r}; name one")
         assert line.count("\n") == 1
     assert parsed("info", folder)["chunks"] == 2 and not Path(other).exists()
-
-
-def test_the_same_folder_may_be_named_twice(folder: str) -> None:
     assert parsed("info", folder, "--dir", folder, "--cache-dir", folder)["chunks"] == 2
 
 
@@ -118,6 +115,8 @@ def test_ls_lists_chunks_and_no_text(folder: str) -> None:
     shown = run("ls", "--dir", folder).stdout
     assert all(entry["key"][:12] in shown for entry in listed)
     assert "keeper" not in shown and "text" not in listed[0]
+    assert "and 1 more" in run("ls", "--dir", folder, "--limit", "1").stdout
+    assert "more" not in run("ls", "--dir", folder, "--limit", "0").stdout
 
 
 def test_ls_shows_how_texts_begin_when_asked(folder: str) -> None:
@@ -131,11 +130,6 @@ def test_ls_shows_how_texts_begin_when_asked(folder: str) -> None:
 def test_ls_shows_a_question_mark_where_no_tokenizer_is_here(tmp_path: Path) -> None:
     folder = fill(tmp_path / "kv", chunk_of(TEXT, "custom"))
     assert [entry["text"] for entry in parsed("ls", "--dir", folder, "--text")] == ["?"]
-
-
-def test_ls_says_how_many_it_leaves_out(folder: str) -> None:
-    assert "and 1 more" in run("ls", "--dir", folder, "--limit", "1").stdout
-    assert "more" not in run("ls", "--dir", folder, "--limit", "0").stdout
 
 
 def test_what_a_file_says_cannot_drive_the_terminal(tmp_path: Path) -> None:

@@ -120,10 +120,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(conversation, talk, monkeyp
     assert "Stopped." in shown
     assert conversation.last is not None and conversation.last.finish_reason == "cancelled"
     assert 3 <= conversation.last.generated_tokens < 400
-    assert conversation.turns[1] == {
-        "role": "assistant",
-        "content": conversation.last.output_text,
-    }
+    assert conversation.turns[1] == {"role": "assistant", "content": conversation.last.output_text}
     monkeypatch.undo()
     conversation.max_new_tokens = 4
     assert "% reused" in talk("and now")  # the engine still answers

@@ -111,6 +111,7 @@ def test_serve_says_what_it_serves_and_with_what(started) -> None:
 def test_defaults_are_those_of_the_engine(started) -> None:
     serve()
     assert started["engine"].config == kvboost.EngineConfig()
+    assert started["reread"] is None  # there are no files
 
 
 def test_serve_warns_about_a_public_address_without_keys(started, tmp_path) -> None:
@@ -333,11 +334,6 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch) -> None:
     done = serve()
     assert done.exit_code == 2
     assert "needs uvicorn; install it with: pip install 'kvboost[serve]'" in done.stderr
-
-
-def test_without_files_there_is_nothing_to_read_again(started) -> None:
-    serve()
-    assert started["reread"] is None
 
 
 def test_files_are_warmed_and_pinned_and_an_embedding_model_is_loaded(

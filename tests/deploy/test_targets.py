@@ -22,19 +22,8 @@ PARTS = [
     *("/", "//", ".", "..", "...", "\\", ";", "%", "#", "?", " ", "\0", "~", ":", "@", "{", "é"),
     *("%2e", "%2E", "%2f", "%2F", "%5c", "%5C", "%3b", "%25", "%252e", "%252F", "%00", "%0d%0a"),
     *("%20", "%7f", "%c0%ae", "%C0%AF", "%ff", "%e6%a8%a1", "%u002e", "%ef%bc%8e", "%ef%bc%8f"),
-    *(
-        "%ef%bc%85",
-        "%e2%80%a4",
-        "2e",
-        "2f",
-        "v1",
-        "api",
-        "models",
-        "org",
-        "kvboost",
-        "cache",
-        "http:",
-    ),
+    *("%ef%bc%85", "%e2%80%a4", "2e", "2f", "v1", "api", "models", "org", "kvboost", "cache"),
+    "http:",
 ]
 TARGETS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 REFUSED = [
@@ -99,18 +88,15 @@ def test_a_router_sends_paths_on_as_they_are_or_not_at_all() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    "target", ["http://localhost/kvboost/cache", "http://u@localhost/../metrics", "/kvboost/cache"]
-)
-def test_no_form_of_a_target_leaves_v1(target: str) -> None:
+def test_no_form_of_a_target_leaves_v1_and_other_methods_are_not_forwarded() -> None:
     with upstream() as one, live_router(one.url, health_seconds=60) as router:
-        assert answers(router, raw_request(target))[0] in (400, 404)
-        assert not one.asked
-
-
-@pytest.mark.parametrize("method", ["TRACE", "CONNECT", "PROPFIND"])
-def test_other_methods_are_not_forwarded(method: str) -> None:
-    with upstream() as one, live_router(one.url, health_seconds=60) as router:
-        sent = raw_request("/v1/completions", b"", "connection: close", method=method)
-        assert answers(router, sent)[0] == 405
+        for target in (
+            "/kvboost/cache",
+            "http://localhost/kvboost/cache",
+            "http://u@localhost/../metrics",
+        ):
+            assert answers(router, raw_request(target))[0] in (400, 404)
+        for method in ("TRACE", "CONNECT", "PROPFIND"):
+            sent = raw_request("/v1/completions", b"", "connection: close", method=method)
+            assert answers(router, sent)[0] == 405
         assert not one.asked

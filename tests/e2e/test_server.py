@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,33 +83,6 @@ def test_one_key_does_not_see_what_another_has_read(server, client) -> None:
         assert ask(other, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
     salted = ask(client, "Is it tall?", extra_body={"cache_salt": "elsewhere"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_completions_of_text_and_ids(client) -> None:
-    options = {"model": "gpt-small", "max_tokens": 4, "temperature": 0}
-    several = client.completions.create(prompt=["The sea is", "The sky is"], n=2, **options)
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    assert several.choices[0].text == several.choices[1].text != ""
-    streamed = client.completions.create(prompt="The sea is", stream=True, **options)
-    assert "".join(chunk.choices[0].text for chunk in streamed) == several.choices[0].text
-
-
-def test_many_at_once_say_what_they_say_alone(server, client) -> None:
-    texts = [f"Question {number}: when was it lit?" for number in range(6)]
-    alone = [ask(client, text).choices[0].message.content for text in texts]
-
-    async def together() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="k-ann") as asynchronous:
-
-            async def one(text: str) -> str:
-                stream = await asynchronous.chat.completions.create(
-                    model=MODEL, messages=question(text), temperature=0, max_tokens=8, stream=True
-                )
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-            return await asyncio.gather(*map(one, texts))
-
-    assert asyncio.run(together()) == alone
 
 
 def test_mistakes_raise_the_clients_own_errors(server, client) -> None:

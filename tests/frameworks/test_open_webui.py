@@ -43,9 +43,7 @@ CALLED = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {**CALL, "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-        ],
+        "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
 ]

@@ -68,7 +68,7 @@ def test_old_results_are_cleared_and_what_follows_is_moved(
     first = TRIGGER + 1  # results that the first answer over cleared ones has before it
     assert cleared[:first] == [None] * first
     assert [one.cleared_tool_uses for one in cleared[first:]] == [
-        *range(first - KEPT, TURNS - KEPT),
+        *range(first - KEPT, TURNS - KEPT)
     ]
     assert all(one.cleared_input_tokens > 200 * one.cleared_tool_uses for one in cleared[first:])
     moved = [one.kvboost["moved_tokens"] - one.kvboost["recomputed_tokens"] for one in answers]

@@ -64,8 +64,7 @@ def bench(server: Any, folder: Path, tmp_path: Path, *arguments: str) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("backend", "route"),
-    [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
+    ("backend", "route"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
 @pytest.mark.parametrize("data", ["random", "sharegpt"])
 def test_requests_complete_with_the_lengths_asked_for(

@@ -44,7 +44,7 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def test_each_group_of_layers_rotates_its_own_way() -> None:
     """The full layers of Gemma 4 have larger heads, of which a quarter rotates, and slower."""
-    kinds = ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 2
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     with make_engine(tiny_model("gemma4_text", layer_types=kinds)) as engine:
         moved, direct = moved_and_direct(engine, 171)
     assert moved.shape[-1] == 32

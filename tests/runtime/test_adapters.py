@@ -178,14 +178,6 @@ def test_a_salt_is_forgotten_with_every_adapter_though_a_file_cannot_be_removed(
         assert engine.cache_stats()["tiers"]["ram"]["chunks"] == 0
 
 
-def test_without_a_disk_it_is_gone(adapted: KVBoost) -> None:
-    adapted.warm(PROMPT, header="", adapter="a")
-    adapted.warm(PROMPT, header="", adapter="b")
-    chunks = adapted.cache_stats()["chunks"]
-    adapted.unload_adapter("a")
-    assert adapted.cache_stats()["chunks"] == chunks // 2 > 0
-
-
 def test_an_activated_adapter_reads_its_context_with_the_base_model(
     adapted: KVBoost, tmp_path: Path, answers
 ) -> None:

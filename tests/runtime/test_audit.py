@@ -40,13 +40,6 @@ def test_the_measured_kl_is_never_more_than_that_over_all_tokens(seed, vocab, no
         assert measured == pytest.approx(full, abs=1e-5)
 
 
-def test_kl_is_close_where_few_tokens_have_most_of_the_mass() -> None:
-    drawn = logits_of(1, 5000, loud=5.0)
-    exact = drawn + 0.3 * logits_of(2, 5000, loud=1.0)
-    full = float(kl_divergence(exact[None], drawn[None]))
-    assert 0.75 * full < TopTokens.of(drawn).kl_from(exact) <= full
-
-
 def test_tokens_are_compared_as_their_logits_come() -> None:
     drawn = [logits_of(seed, 20) for seed in range(3)]
     comparison = AnswerComparison([TopTokens.of(one) for one in drawn], [])

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.request import RequestState
 from kvboost.runtime.scheduler import Company, Job
-from kvboost.tokens.hashing import ChunkKey, as_token_ids
-
-
-class NoListener:
-    def push(self, pieces: list[str]) -> None: ...
-    def end(self, error: BaseException | None) -> None: ...
+from kvboost.tokens.hashing import ChunkKey
+from support.requests import NoListener, request_of
 
 
 def job(answered: int, need: int | None, expected: float = 1.0, promised: float = 0.0) -> Job:
-    mode = GenerationMode.PREFIX_CACHE
-    request = Request(as_token_ids([1, 2, 3]), mode, "", SamplingParams(), RepairParams())
-    state = RequestState(request, token_ids=[7] * answered)
+    state = RequestState(request_of([1, 2, 3]), token_ids=[7] * answered)
     state.expected_tokens, state.promised_tokens = expected, promised
     found = Job(state, ChunkKey("root"), NoListener())
     found.need = None if need is None else range(need)  # type: ignore[assignment]

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvboost.config import GenerationMode, RepairParams, SamplingParams
 from kvboost.runtime.computing import text_pieces
-from kvboost.runtime.request import Request, RequestState
-from kvboost.tokens.hashing import as_token_ids
+from kvboost.runtime.request import RequestState
+from support.requests import request_of
 
 
 def test_a_step_takes_no_time_while_the_caller_has_a_piece() -> None:
@@ -32,14 +31,7 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece() -> None:
     forward = SimpleNamespace(uses_one_thread=False, run_one=run_one)
     device = SimpleNamespace(clock=lambda: seconds)
     backend: Any = SimpleNamespace(device=device, forward=forward)
-    request = Request(
-        as_token_ids([1, 2]),
-        GenerationMode.PREFIX_CACHE,
-        "",
-        SamplingParams(),
-        RepairParams(),
-    )
-    state = RequestState(request)
+    state = RequestState(request_of([1, 2]))
     for _ in text_pieces(backend, steps(), state):
         take(100.0)
     assert seconds == pytest.approx(310.5) and state.step_seconds == pytest.approx(3.5)

@@ -17,7 +17,7 @@ from kvboost.runtime.keeping import Keeping
 from support.healed import SLOPPY, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine
 from support.prompts import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from support.tiny import CONTEXT, DEVICE, KINDS, dynamic_model, make_engine, tiny_model
+from support.tiny import CONTEXT, DEVICE, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def after(layers: int) -> Callable[[], bool]:
     return lambda: next(counted) >= layers
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "llama4_text", "gpt_oss", "internvl"])
 def test_a_healed_conversation_is_what_full_prefill_leaves(name, tiny_engine) -> None:
     engine = warmed(tiny_engine(name), "heal")
     options = {"cache_salt": "heal", "ignore_eos": True}
@@ -58,21 +58,6 @@ def test_a_healed_conversation_is_what_full_prefill_leaves(name, tiny_engine) ->
     assert again.moved_tokens == again.approximate_tokens == again.answer_exact_from == 0
     assert exact.token_ids == again.token_ids == full.token_ids
     engine.forget_salt("heal")
-
-
-def test_turn_five_of_a_conversation_that_began_moved_is_exact(engine) -> None:
-    ids = prompt_of([3, 1])
-    for turn in range(5):
-        result = engine.generate(ids, 4, **SLOPPY)
-        assert (result.answer_exact_from == 0) == (turn == 4)
-        if turn == 3:
-            engine.heal()
-            continue_from = ids
-        ids = [*ids, *result.token_ids, *words(turn, 12)]
-    assert result.moved_tokens == result.approximate_tokens == 0
-    assert result.exact_tokens >= len(continue_from)
-    full = engine.generate(ids[: result.prompt_tokens], 4, BASELINE, ignore_eos=True)
-    assert result.token_ids == full.token_ids
 
 
 def test_all_rows_from_the_exact_prefix_on_are_computed_in_order(

@@ -145,7 +145,7 @@ def test_an_agent_that_edits_its_history_at_every_turn_stays_exact(engine) -> No
     """Each turn changes a note near the front, and everything after it moves. Between the turns,
     while the client runs its tool, the conversation is healed."""
     task, history = words(20, 40), [*PASSAGES[0], *PASSAGES[1]]
-    for turn in range(10):
+    for turn in range(5):
         note = words(30 + turn, 10 + turn)
         prompt = [*HEADER, *note, *task, *history, *words(60 + turn, 12)]
         result = engine.generate(prompt, 6, MOVED, **FULL)

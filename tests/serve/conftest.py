@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.testclient import TestClient
 
+from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
-from support.browser import open_browser
+from support.browser import MISSING, open_browser
 from support.fake_engine import FakeEngine
+from support.live_server import live_server
 
 if TYPE_CHECKING:
+    from openai import OpenAI
     from playwright.sync_api import Browser, Page
 
 
@@ -41,9 +44,33 @@ def client(serve_fake: Callable[..., TestClient]) -> TestClient:
     return serve_fake()
 
 
+@pytest.fixture
+def calls(fake: FakeEngine) -> None:
+    """The model thinks, speaks and calls a tool."""
+    fake.thinks, fake.context_length = True, None
+    fake.pieces = [
+        *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
+        *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def openai(engine: KVBoost) -> Iterator[OpenAI]:
+    """OpenAI's client of a server over the module's engine, whose model is "tiny"."""
+    from openai import OpenAI
+
+    with (
+        live_server(engine, served_names=("tiny",)) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Not longer: while it is open, this thread has an event loop, and ``asyncio.run`` fails."""
+    if MISSING:
+        pytest.skip(MISSING)
     with open_browser() as opened:
         yield opened
 

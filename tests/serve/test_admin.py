@@ -173,12 +173,7 @@ def test_the_live_view_follows_the_healing_of_the_last_answers(client) -> None:
         "approximate_tokens": 119,
         "healed_tokens": 119,
         "status": "done",
-        "audit": {
-            "compared_tokens": 8,
-            "agreement": 0.75,
-            "first_divergence": 6,
-            "mean_kl": 0.01,
-        },
+        "audit": {"compared_tokens": 8, "agreement": 0.75, "first_divergence": 6, "mean_kl": 0.01},
     }
 
 

@@ -221,10 +221,7 @@ def test_a_second_request_during_an_answer_changes_nothing_of_it() -> None:
     """Also if its body arrives while the first one's answer is streamed."""
     stream = b'{"model": "fake", "prompt": "hi", "stream": true}'
     fake = FakeEngine(("a",) * 3 + (None,))
-    with (
-        live_server(fake, drain_seconds=0.0) as server,
-        connect(server, stream) as asking,
-    ):
+    with live_server(fake, drain_seconds=0.0) as server, connect(server, stream) as asking:
         read_until(asking, b'"text":"a"')
         asking.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

@@ -13,7 +13,6 @@ from kvboost.errors import ConfigError, ContextLengthError, PinError
 from kvboost.serve.app import create_app
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
-from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ApiKey, ServerSettings
 from support.live_server import wait_for
 from support.tiny import byte_tokenizer, tiny_model
@@ -119,7 +118,7 @@ def test_there_is_a_limit(serve_fake) -> None:
     assert full.status_code == 409 and full.json()["error"]["code"] == "documents_full"
 
 
-def test_a_document_that_failed_may_be_sent_again_when_all_places_are_taken(
+def test_a_document_that_failed_says_why_and_may_be_sent_again_when_all_places_are_taken(
     serve_fake, fake
 ) -> None:
     client = serve_fake(max_documents=1)
@@ -127,6 +126,7 @@ def test_a_document_that_failed_may_be_sent_again_when_all_places_are_taken(
     made = upload(client)
     path = f"/kvboost/documents/{made['id']}"
     wait_for(lambda: client.get(path).json()["status"] == "failed")
+    assert "200 tokens" in client.get(path).json()["error"]
     fake.refuse = None
     assert upload(client)["id"] == made["id"]
     wait_for(lambda: client.get(path).json()["status"] == "ready")
@@ -226,24 +226,6 @@ def test_the_server_is_not_ready_while_it_warms(client) -> None:
     assert client.post("/v1/completions", json={"model": "fake", "prompt": "x"}).is_success
     documents._to_warm = 0
     assert client.get("/ready").json() == {"status": "ready"}
-
-
-def test_a_document_that_cannot_be_read_says_why(client, fake) -> None:
-    fake.refuse = ContextLengthError(300, 256)
-    document = upload(client)
-    path = f"/kvboost/documents/{document['id']}"
-    wait_for(lambda: client.get(path).json()["status"] == "failed")
-    assert "300 tokens" in client.get(path).json()["error"]
-    fake.refuse = None
-    upload(client)  # again
-    wait_for(lambda: client.get(path).json()["status"] == "ready")
-
-
-def test_a_missing_document_is_an_error() -> None:
-    settings = ServerSettings()
-    documents = Documents(None, settings, Keys(settings))  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match="doc_1"):
-        documents.get(Tenant().place(), "doc_1")
 
 
 @pytest.mark.parametrize("chunking", ["fixed", "document"])

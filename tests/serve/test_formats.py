@@ -12,7 +12,6 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 from kvboost import KVBoost
-from support.live_server import live_server
 from support.tiny import make_engine, tiny_model
 
 ASK: Any = [{"role": "user", "content": "Who?"}]
@@ -30,15 +29,6 @@ def engine() -> Iterator[KVBoost]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def openai(engine: KVBoost) -> Iterator[OpenAI]:
-    with (
-        live_server(engine, served_names=("tiny",)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
-
-
 def test_the_client_parses_its_model(openai: OpenAI) -> None:
     answer = openai.chat.completions.parse(
         model="tiny", messages=ASK, response_format=Person, temperature=1.5, seed=4, max_tokens=200
@@ -53,13 +43,6 @@ def test_a_streamed_model_is_the_same(openai: OpenAI) -> None:
     ) as stream:
         stream.until_done()
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
-
-
-def test_any_json_object(openai: OpenAI) -> None:
-    answer = openai.chat.completions.create(
-        model="tiny", messages=ASK, response_format={"type": "json_object"}, max_tokens=20
-    )
-    assert answer.choices[0].message.content.startswith("{")
 
 
 @pytest.mark.parametrize(

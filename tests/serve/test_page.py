@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvboost.serve.settings import ApiKey
 from support.browser import (
-    MISSING,
+    OpenPage,
     ask,
+    expect,
     faint_texts,
     open_settings,
     rows,
     small_targets,
     unnamed_controls,
 )
+from support.live_server import live_server
 from support.tiny import make_engine, tiny_model
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Request, Route
+    from playwright.sync_api import Request, Route
 
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
-
-from playwright.sync_api import expect
-
-from kvboost.serve.settings import ApiKey
-from support.live_server import live_server
-
-expect.set_options(timeout=60_000)  # for a busy machine
 KEY = "a-key-of-the-test"
-OpenPage = Callable[..., "Page"]
 
 
 @contextmanager

@@ -4,33 +4,22 @@ answers are those of an engine without a model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from support.browser import (
-    MISSING,
+    OpenPage,
     ask_alone,
+    expect,
     faint_texts,
     open_settings,
     small_targets,
     unnamed_controls,
 )
 from support.fake_engine import FakeEngine
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
-
-from playwright.sync_api import expect
-
 from support.live_server import live_server
-
-expect.set_options(timeout=60_000)
-OpenPage = Callable[..., "Page"]
 
 MARKDOWN = """# A title
 

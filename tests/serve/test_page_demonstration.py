@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.browser import MISSING, answered, rows, small_targets
+from kvboost.serve.settings import ApiKey
+from support.browser import OpenPage, answered, expect, rows, small_targets
 from support.fake_engine import FakeEngine, FakeStream
+from support.live_server import live_server
 from support.tiny import make_engine, tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request
 
     from kvboost import KVBoost
-
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
-
-from playwright.sync_api import expect
-
-from kvboost.serve.settings import ApiKey
-from support.live_server import live_server
-
-expect.set_options(timeout=60_000)  # for a busy machine
-OpenPage = Callable[..., "Page"]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.browser import MISSING, answered, ask_alone, open_settings
+from support.browser import OpenPage, answered, ask_alone, expect, open_settings
 from support.fake_engine import FakeEngine
+from support.live_server import live_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
-
-from playwright.sync_api import expect
-
-from support.live_server import live_server
-
-expect.set_options(timeout=60_000)
-OpenPage = Callable[..., "Page"]
 MODEL = '<b onclick=alert(1)>"it\'s"</b>'
 NASTY = (
     "It's \"so\" `id` $(id) ${HOME} $HOME !! !x \\ \\n 'JSON'\nJSON\nEOF\n\tend;\x1b[201~\x07 é 😀"

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from support.browser import MISSING, faint_texts, small_targets, unnamed_controls
+from support.browser import OpenPage, expect, faint_texts, small_targets, unnamed_controls
 from support.live_server import live_server
 from support.tiny import make_engine, tiny_model
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
-
-from playwright.sync_api import expect
-
-expect.set_options(timeout=60_000)  # for a busy machine
 SYSTEM = "You are an agent.\nIt is 10:21.\nRead before you write, and test after it.\n"
 FILE = "def answer():\n    return 42\n" * 6
 
@@ -39,9 +29,7 @@ def send(address: str, system: str, question: str) -> None:
     assert httpx.post(f"{address}v1/chat/completions", json=body, timeout=120).is_success
 
 
-def test_a_changed_line_is_shown_where_the_map_breaks(
-    address: str, open_page: Callable[..., Page]
-) -> None:
+def test_a_changed_line_is_shown_where_the_map_breaks(address: str, open_page: OpenPage) -> None:
     page = open_page()
     rows = page.locator("#requests-list details")
     expect(page.locator("#requests-list")).to_have_text("Nothing has been asked yet.")
@@ -74,7 +62,7 @@ def test_a_changed_line_is_shown_where_the_map_breaks(
     assert faint_texts(page) == [] and unnamed_controls(page) == []
 
 
-def test_rows_fit_a_phone(address: str, open_page: Callable[..., Page]) -> None:
+def test_rows_fit_a_phone(address: str, open_page: OpenPage) -> None:
     send(address, SYSTEM, "What is it?")
     page = open_page(viewport={"width": 360, "height": 800}, has_touch=True, is_mobile=True)
     expect(page.locator("#requests-list details")).to_have_count(1)

@@ -40,14 +40,10 @@ ASK = [{"role": "user", "content": "Rain in Rome?"}]
 
 
 @pytest.fixture(scope="module")
-def openai() -> Iterator[OpenAI]:
+def engine() -> Iterator[KVBoost]:
     model = tiny_model("llama", max_position_embeddings=4096)
-    with (
-        KVBoost.from_model(model, tokenizer_with(QWEN)) as engine,
-        live_server(engine, served_names=("tiny",)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
+    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
+        yield engine
 
 
 def ask(client: OpenAI, **options: Any) -> Any:

@@ -8,12 +8,7 @@ import pytest
 
 from kvboost.errors import StructuredOutputError
 from kvboost.model.loading.tokenizer import ModelTokenizer
-from kvboost.structured.formats import (
-    after_reasoning,
-    grammar_for,
-    json_grammar,
-    regex_grammar,
-)
+from kvboost.structured.formats import after_reasoning, grammar_for, json_grammar, regex_grammar
 from kvboost.structured.grammars import KEPT_GRAMMARS, MAX_FORCED, Constraint, Grammars
 from support.tiny import EOS, VOCAB, byte_tokenizer
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
+OpenPage = Callable[..., "Page"]
 _CHROMIUM = shutil.which("chromium")
-
-MISSING = None
-if importlib.util.find_spec("playwright") is None:
+MISSING = None if _CHROMIUM else "chromium is not installed: make services"
+expect: Any = None
+try:
+    from playwright.sync_api import expect
+except ImportError:
     MISSING = "playwright is not installed: pip install -e '.[dev]'"
-elif _CHROMIUM is None:
-    MISSING = "chromium is not installed: make services"
+else:
+    expect.set_options(timeout=60_000)  # for a busy machine
 
 
 @contextmanager

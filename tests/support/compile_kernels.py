@@ -27,70 +27,24 @@ from kvboost.model.triton import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own", "down", "up"}
-NUMBERS |= {"sinks"}
 TYPES = {
-    "int32": {
-        "positions",
-        "items",
-        "tiles",
-        "tables",
-        "table",
-        "counted",
-        "fresh",
-        "bounds",
-        "stale",
-        "num_stale",
-        "num_spans",
-    },
-    "int64": {"sources", "slots", "addresses", "adapters"},
-    "fp32": {
-        "lse",
-        "past_lse",
-        "own_lse",
-        "parts",
-        "part_lse",
-        "mass",
-        "cos",
-        "sin",
-        "angles",
-        "weights",
-        "offsets",
-        "sums",
-    },
-    "uint8": {"absent"},
-    "int8": {"codes"},
-    "fp16": {"scales"},
+    "": "query pages like keys values out qkv gate_up rows added summed weight bias past own down "
+    "up query_norm key_norm sinks",
+    "i32": "positions items tiles tables table counted fresh bounds stale num_stale num_spans",
+    "i64": "sources slots addresses adapters",
+    "fp32": "lse past_lse own_lse parts part_lse mass cos sin angles weights offsets sums",
+    "u8": "absent",
+    "i8": "codes",
+    "fp16": "scales",
 }
+"""What each pointer points to; if it is empty, the numbers that a kernel is compiled for."""
 SIZES = {
-    "KV_HEADS": 2,
-    "GROUP": 3,
-    "DIM": 24,
-    "WIDE": 32,
-    "PAIRS": 10,
-    "WIDE_PAIRS": 16,
-    "BLOCKS": 8,
-    "WIDE_BLOCKS": 16,
-    "PAGE": 16,
-    "HEADS": 6,
-    "PARTS": 32,
-    "ROWS": 16,
-    "KEYS": 16,
-    "HALF": 12,
-    "SECOND": 12,
-    "WIDTH": 24,
-    "BLOCK": 16,
-    "ALIGN": 16,
-    "RANKS": 16,
-    "PADDED": 32,
-    "INTERLEAVED": False,
-    "OFFSETS": False,
-    "BIAS": True,
-    "COLUMNS": 32,
-    "DEPTH": 128,
-    "EXPANDED": 1024,
-}
+    "KV_HEADS": 2, "GROUP": 3, "HEADS": 6, "PARTS": 32, "ROWS": 16, "KEYS": 16, "PAGE": 16,
+    "DIM": 24, "WIDE": 32, "PAIRS": 10, "WIDE_PAIRS": 16, "HALF": 12, "SECOND": 12, "WIDTH": 24,
+    "BLOCKS": 8, "WIDE_BLOCKS": 16, "BLOCK": 16, "ALIGN": 16, "RANKS": 16, "PADDED": 32,
+    "COLUMNS": 32, "DEPTH": 128, "EXPANDED": 1024,
+    "INTERLEAVED": False, "OFFSETS": False, "BIAS": True,
+}  # fmt: skip
 IN_PAGES = {"whole": None, "keys": None, "values": None, "dense_rows": 0}
 TILE = "tensordesc<bf16[16, 32]>"
 WHOLE_PAGES = {**IN_PAGES, "whole": TILE, "DIM": 32}
@@ -151,11 +105,9 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
 
 
 def type_of(name: str, number: str) -> str:
-    if name in NUMBERS:
-        return f"*{number}"
     for pointed, names in TYPES.items():
-        if name in names:
-            return "*" + pointed.replace("uint", "u").replace("int", "i")
+        if name in names.split():
+            return f"*{pointed or number}"
     return "fp32" if name in ("scale", "cap", "eps", "share", "error_weight") else "i32"
 
 

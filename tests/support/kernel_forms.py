@@ -9,6 +9,17 @@ from kvboost.model import native
 from kvboost.model.native.build import FORMS
 
 CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+"""Of a model whose heads the kernels serve."""
 DTYPES = [
     pytest.param(
         dtype,

@@ -1,15 +1,9 @@
-"""Large request bodies, hostile and honest, and what they do to a server's other clients.
-
-To run it against a server of your own: ``python tests/support/large_bodies.py URL MODEL PID``. It
-sends each body and prints the status, how long the answer took, the slowest ``/health`` meanwhile
-and by how much the resident memory of the process PID grew at most.
-"""
+"""Large request bodies, hostile and honest, and what they do to a server's other clients."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -223,22 +217,3 @@ def memory(pid: int, kind: str) -> int:
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def main() -> None:
-    url, model, pid = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    for name, (path, make) in bodies(model).items():
-        if len(sys.argv) > 4 and name not in sys.argv[4:]:
-            continue
-        body = make()
-        outcome = send(url, path, body, pid)
-        print(
-            f"{name:28} {len(body) / 2**20:5.1f} MiB  {outcome.status} after "
-            f"{outcome.seconds:6.2f} s  health {outcome.slowest_health * 1e3:8.0f} ms  "
-            f"memory +{outcome.growth_bytes / 2**20:4,.0f} MiB  {outcome.message[:90]}",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn.server
 from starlette.applications import Starlette
 
 from kvboost.deploy.proxy import create_router
@@ -18,6 +20,20 @@ from kvboost.deploy.state import ProxySettings
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server, bind
 from kvboost.serve.settings import ServerSettings
+
+
+class _ShortPauses:
+    """``asyncio`` for uvicorn, which asks every tenth of a second whether it is to stop, and then
+    pauses for as long again. Tests stop hundreds of servers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.005))
+
+
+uvicorn.server.asyncio = _ShortPauses()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from kvboost.model.triton.rows import Tile
+from kvboost.model.triton.rows import Tile, TiledRows
 from support.interpreter import change_language_once
 from support.tiny import DEVICE
 
@@ -28,6 +29,25 @@ def tile_for(dtype: torch.dtype) -> Tile:
     if DEVICE != "cpu" and dtype == torch.float32:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     return Tile(rows=64, keys=64, warps=4, stages=2)
+
+
+def tiled(
+    positions: Sequence[torch.Tensor],
+    tables: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    **options: Any,
+) -> TiledRows:
+    """The rows of ``query``, ``[rows, heads, dim]``, which attend to ``pages``."""
+    return TiledRows.of(
+        positions,
+        tables,
+        page=pages.shape[2],
+        heads=query.shape[1],
+        kv_heads=pages.shape[1],
+        dtype=query.dtype,
+        **{"tile": tile_for(query.dtype), **options},
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -15,8 +15,15 @@ from safetensors.torch import save
 
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.quantize import KVData, plain
+from kvboost.cache.quantize import KVData, Quantizer, plain
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
+
+
+def remote(folder: Path) -> dict[str, object]:
+    """Options of an engine whose remote store is beside the cache in ``folder``."""
+    return {"remote_cache_url": f"file://{folder}/far", "remote_cache_bytes": 10**9}
 
 
 def chunk_files(folder: Path) -> list[Path]:
@@ -36,6 +43,12 @@ def _packed(chunk: KVChunk) -> KVChunk:
     """Eight bits, as the header says, and most of the tensors missing."""
     values = torch.zeros(3, 2, chunk.info.num_tokens, 16, dtype=torch.uint8)
     return _with(chunk, KVData(8, {"values": values}))
+
+
+def _rounded(chunk: KVChunk) -> KVChunk:
+    """Eight bits and all tensors: the rows are close, and would be served as exact ones."""
+    kv = chunk.data.tensors["kv"]
+    return _with(chunk, Quantizer(8, None).pack(kv, chunk.info.base_position))
 
 
 def _flat(chunk: KVChunk) -> KVChunk:
@@ -59,6 +72,7 @@ WRONG: dict[str, Callable[[KVChunk], KVChunk]] = {
     "four dimensions": _flat,
     "broadcastable": _one_number,
     "whole numbers": lambda chunk: _with(chunk, plain(chunk.data.tensors["kv"].to(torch.int8))),
+    "another precision": _rounded,
     "another dtype": lambda chunk: _with(chunk, plain(chunk.data.tensors["kv"].bfloat16())),
     "another position": _described(base_position=5000),
     "another lineage": _described(lineage=Lineage.APPROXIMATE),

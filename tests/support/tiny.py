@@ -53,14 +53,14 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_GQA,
             **_WINDOW,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
             "head_dim": 16,
             "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
             "laurel_rank": 8,
-            "activation_sparsity_pattern": [0.5, *[0.0] * 5],
+            "activation_sparsity_pattern": [0.5, *[0.0] * 3],
         },
     ),
     # Layers that see their own stretch of text, and layers without RoPE but with a temperature.
@@ -84,8 +84,8 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_GQA,
             **_WINDOW,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
             "head_dim": 16,
             "global_head_dim": 32,
             "num_global_key_value_heads": 1,

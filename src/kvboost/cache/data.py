@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.eviction.learned import LearnedPolicy
-from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
@@ -26,18 +25,12 @@ class ChunkData:
     """Thread-safe. A chunk that is fetched is held until it is returned, so that it is not evicted
     on the way. ``format`` is the shape of the model's KV; other data from slow tiers is refused."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        format: AnyFormat | None = None,
-        policy: Callable[[], EvictionPolicy] = LearnedPolicy,
-    ) -> None:
+    def __init__(self, tiers: Tiers, *, format: AnyFormat | None = None) -> None:
         self._lock = threading.RLock()
         self._known: set[ChunkKey] = set()
         self._held: Counter[ChunkKey] = Counter()
         self._gone: deque[ChunkKey] = deque()
-        self._residency = Residency(tiers, self, policy=policy)
+        self._residency = Residency(tiers, self, policy=LearnedPolicy)
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
         self._transfers.open()
 

@@ -12,7 +12,7 @@ from kvboost.cache.departed import Departed
 from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.lookup.catalogue import Catalogue
-from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows
 from kvboost.cache.parts import Naming, Place
 from kvboost.cache.pins import PinnedText, Pins
 from kvboost.cache.quantize import NewRows
@@ -76,6 +76,13 @@ class Holdings:
         for key in lost:
             self.residency.mark_lost(key)
         return known
+
+    def is_current(
+        self, early: EarlyLookup, root: ChunkKey, token_ids: TokenIds, moved_before: int
+    ) -> bool:
+        """Whether what was found ``early`` for ``token_ids`` still holds."""
+        where = self.residency.where
+        return self.catalogue.is_current(early, root, token_ids, moved_before, where)
 
     def find_existing(self, place: Place) -> ChunkKey | None:
         """The chunk that holds the part, in use from now on; None if there is none. Sets the

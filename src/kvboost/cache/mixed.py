@@ -110,6 +110,8 @@ def group_of(data: KVData, number: int) -> KVData:
 def states_of(data: KVData) -> list[torch.Tensor]:
     """The states of layers without rows after the last token; empty if not stored."""
     found: list[torch.Tensor] = []
+    if data.in_pages:  # they hold rows only, and to ask for tensors would copy them
+        return found
     while (one := data.tensors.get(f"{STATE}.{len(found)}")) is not None:
         found.append(one)
     return found

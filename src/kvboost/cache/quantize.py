@@ -46,7 +46,6 @@ class KVData:
 
     bits: int
     tensors: Mapping[str, torch.Tensor]
-    """The mean norm of the keys; 0 if it was not measured."""
     in_pages: ClassVar[bool] = False
     """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
 

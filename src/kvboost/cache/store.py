@@ -25,7 +25,7 @@ from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.holdings import Holdings
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import holding
-from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows
 from kvboost.cache.mixed import AnyFormat
 from kvboost.cache.parts import Cut, Naming
 from kvboost.cache.quantize import KVData
@@ -136,6 +136,7 @@ class ChunkStore:
         ask_remote: bool = True,
         edges: Sequence[int] = (),
         lag_of: Callable[[int], int] | None = None,
+        early: EarlyLookup | None = None,
     ) -> Iterator[KnownRows]:
         """The stored rows for ``token_ids``, pinned until the context is left: the exact prefix,
         and with ``moved_before`` also the approximate rows that continue it (repaired as ``repair``
@@ -144,7 +145,8 @@ class ChunkStore:
         Call ``touch`` for what is used. With ``pin=False`` nothing is pinned. With
         ``ask_remote=False`` the remote store is not asked, because it may claim to have a chunk
         and then not deliver it. ``lag_of`` gives ``ChunkInfo.lag`` of a row, which changes at
-        ``edges``: no stored chunk crosses one.
+        ``edges``: no stored chunk crosses one. What was found ``early`` for the same prompt is
+        returned if it still holds.
         """
         self._transfers.refresh()
 
@@ -155,7 +157,12 @@ class ChunkStore:
         if ask_remote and self._remote is not None:
             in_remote = self._remote.ask(*(root, token_ids, moved_before, match, edges, lag_of))
         with self._lock:
-            known = match()
+            if early is not None and self._holdings.is_current(
+                early, root, token_ids, moved_before
+            ):
+                known = early.known
+            else:
+                known = match()
             keys = list(known.keys()) if pin else []
             self._holdings.in_use.update(keys)
         try:
@@ -164,6 +171,17 @@ class ChunkStore:
             with self._lock:
                 self._holdings.release(keys)
                 self._holdings.residency.drop_unfetched([*in_remote, *keys])
+
+    def look_early(
+        self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
+    ) -> EarlyLookup | None:
+        """What is stored for ``token_ids`` now, for a :meth:`lookup` that comes later. Pins
+        nothing and waits for no file; None if a remote store must be asked."""
+        if self._remote is not None:
+            return None
+        with self._lock:
+            known = self._holdings.match(root, token_ids, moved_before, repair)
+            return EarlyLookup(known, self._holdings.catalogue.newest)
 
     def following(
         self, root: ChunkKey, in_place: Sequence[Hit], token_ids: TokenIds, count: int

@@ -40,14 +40,11 @@ class CallReader:
         self.is_complete = False
         self._depth = 0
         self._in_string = self._escaped = False
-        self._passes_on = self._passed = False
+        self._passes_on = False
+        self.has_begun = False
+        """Whether it has found a call."""
         self.is_hopeless = False
         """Whether what was read cannot become a call."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has found a call."""
-        return self._passed
 
     def push(self, character: str) -> list[Part]:
         """Reads one more character."""
@@ -60,15 +57,15 @@ class CallReader:
         if self._passes_on:
             self._passes_on = self._depth > 1
             return [Part("arguments", character)]
-        if opened and self._depth == 2 and not self._passed:
+        if opened and self._depth == 2 and not self.has_begun:
             found = _BEGINNING.fullmatch(self.text)
             name = _parsed(found["name"]) if found else None
             if isinstance(name, str) and self._is_tool(name):
-                self._passes_on = self._passed = True
+                self._passes_on = self.has_begun = True
                 return [Part("call", name), Part("arguments", character)]
         if self._depth == 0 and character in "}]":
             self.is_complete = True
-            return [] if self._passed else self._whole()
+            return [] if self.has_begun else self._whole()
         return []
 
     def _count(self, character: str) -> bool:
@@ -96,7 +93,7 @@ class CallReader:
         calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
         if not calls or not all(call and self._is_tool(call[0]) for call in calls):
             return []
-        self._passed = True
+        self.has_begun = True
         return [
             part
             for name, arguments in filter(None, calls)

@@ -12,14 +12,12 @@ from kvboost.errors import ConfigError
 from kvboost.results import AppliedEdit
 
 Message = Mapping[str, Any]
-
 TOOL_USES = "clear_tool_uses_20250919"
 THINKING = "clear_thinking_20251015"
 CLEARED = "[Old tool result cleared]"
 """The text in place of a result that was cleared."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which chat templates look for the reasoning of a message."""
-
 _SHOWN_CHARACTERS = 60
 
 

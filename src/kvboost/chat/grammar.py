@@ -11,7 +11,6 @@ from kvboost.structured.formats import json_schema, literal
 
 Tool = Mapping[str, Any]
 """A tool in OpenAI's format: ``{"type": "function", "function": {"name": …}}``."""
-
 _TEXT = "TEXT: /(.|\\n)*/"
 
 

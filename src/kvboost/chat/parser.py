@@ -38,8 +38,7 @@ class TextParser:
         begun: bool = False,
         names: Collection[str] = (),
     ) -> None:
-        """``calls``: None reads none. ``begun``: the prompt has opened the reasoning. ``names``:
-        those of the tools."""
+        """``begun``: the prompt has opened the reasoning. ``names``: those of the tools."""
         self._calls = calls
         self._names = names
         self._thinks = thinks
@@ -68,11 +67,13 @@ class TextParser:
         parts: list[Part] = []
         while self._held:
             before = self._held
+            # A call without a tag may begin only where the content does.
+            is_bare = self._calls is not None and self._is_fresh and self._kind == "content"
             if self._reader is not None:
                 parts += self._read_call(self._reader)
             elif self._in_tag:
                 parts += self._read_in_tag(final=final)
-            elif begins := self._is_bare and self._begins_call():
+            elif begins := is_bare and self._begins_call():
                 self._reader = CallReader(self._names)
             elif begins is None and not final:
                 break
@@ -124,11 +125,6 @@ class TextParser:
         else:
             self._in_tag = True
 
-    @property
-    def _is_bare(self) -> bool:
-        """Whether a call without a tag may begin here: only where the content does."""
-        return self._calls is not None and self._is_fresh and self._kind == "content"
-
     def _begins_call(self) -> bool | None:
         """Whether a call begins here; None if more text must tell. What precedes it is dropped."""
         rest = self._held.lstrip("; \n" if self._has_calls else None)
@@ -152,8 +148,7 @@ class TextParser:
         return True
 
     def _read_in_tag(self, *, final: bool) -> list[Part]:
-        """What is between a call and the end of its tag: nothing, another call, or text that is no
-        call."""
+        """What is between a call and the end of its tag: nothing, another call, or other text."""
         assert self._calls is not None
         rest = self._held.lstrip()
         if rest[:1] in ("{", "["):
@@ -184,8 +179,7 @@ class TextParser:
         return parts
 
     def _say(self, text: str) -> list[Part]:
-        """Passes on text without the blanks at its beginning and end. Content after a call begins
-        in a new line."""
+        """Passes on text without blanks around it. Content after a call begins a new line."""
         if self._is_fresh:
             text = text.lstrip()
             self._blank = "\n" if self._kind in self._said else ""

@@ -26,8 +26,7 @@ class ToolUse:
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the prompt names. With ``"none"`` there are none, so that the model calls
-        none."""
+        """The tools that the prompt names: none with ``"none"``, so that the model calls none."""
         return () if self.choice == "none" else self.tools
 
     @property
@@ -53,7 +52,8 @@ class ToolUse:
         grammar = answer
         if self.is_forced:
             called = [tool for tool in self.offered if self.named in (None, _name(tool))]
-            grammar = forced_calls(called, style.calls, parallel=self._several)
+            several = self.parallel and self.named is None
+            grammar = forced_calls(called, style.calls, parallel=several)
         elif self.offered and answer is not None:
             grammar = calls_or(answer, self.offered, style.calls, parallel=self.parallel)
         elif self._is_strict:
@@ -67,10 +67,6 @@ class ToolUse:
         no grammar sees to it."""
         limited = self.offered and not self.parallel and grammar is None
         return [style.calls.closes] if limited and style.calls.closes else []
-
-    @property
-    def _several(self) -> bool:
-        return self.parallel and self.named is None
 
 
 def tool_use(tools: Sequence[Tool], choice: str, parallel: bool = True) -> ToolUse:

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, expanded, out, print_json, told
-from kvboost.config import (
-    DEFAULT_MODEL,
-    cache_dir,
-    chosen_cache_secret,
-    format_bytes,
-    parse_bytes,
-)
+from kvboost.cli.common import AsJson, errors, expanded, out, print_json, print_line, told
+from kvboost.config import DEFAULT_MODEL, cache_dir, chosen_cache_secret, format_bytes, parse_bytes
 from kvboost.errors import ConfigError, KVBoostError, ModelError
 
 if TYPE_CHECKING:
@@ -164,7 +158,7 @@ def info(place: Place, as_json: AsJson = False) -> None:
         size = format_bytes(found.other_bytes)
         table.add_row("another version", "", "", f"{found.others} files", "", size)
     out.print(table, highlight=False, markup=False)
-    _say(
+    print_line(
         f"{opened.path}: {found.chunks:,} chunks, {found.tokens:,} tokens, "
         f"{format_bytes(found.nbytes)}"
     )
@@ -185,19 +179,19 @@ def verify(place: Place, as_json: AsJson = False) -> None:
     if as_json:
         print_json(vars(verdict))
     else:
-        _say(f"{_count(verdict.ok, 'whole chunk')}")
+        print_line(f"{_count(verdict.ok, 'whole chunk')}")
         if verdict.bad:
-            _say(f"{_count(verdict.bad, 'damaged file')}, now in quarantine", style="yellow")
+            print_line(f"{_count(verdict.bad, 'damaged file')}, now in quarantine", style="yellow")
         if verdict.unreadable:
-            _say(f"{_count(verdict.unreadable, 'unreadable file')}", style="yellow")
+            print_line(f"{_count(verdict.unreadable, 'unreadable file')}", style="yellow")
         if verdict.signed:
-            _say(
+            print_line(
                 f"{_count(verdict.signed, 'signed chunk')} not checked: set KVBOOST_CACHE_SECRET",
                 style="yellow",
             )
         if verdict.other_version:
             count = _count(verdict.other_version, "chunk")
-            _say(f"{count} of another version of KVBoost, not checked", style="yellow")
+            print_line(f"{count} of another version of KVBoost, not checked", style="yellow")
     if not verdict:
         raise typer.Exit(1)
 
@@ -227,7 +221,7 @@ def clear(
     if as_json:
         print_json({"removed": removed})
     else:
-        _say(f"{_count(removed, 'file')} removed")
+        print_line(f"{_count(removed, 'file')} removed")
 
 
 @app.command()
@@ -250,9 +244,9 @@ def export(
     if as_json:
         print_json({"chunks": done.chunks, "bytes": done.nbytes, "bad": done.bad})
         return
-    _say(f"{_count(done.chunks, 'chunk')}, {format_bytes(done.nbytes)}, written to {target}")
+    print_line(f"{_count(done.chunks, 'chunk')}, {format_bytes(done.nbytes)}, written to {target}")
     if done.bad:
-        _say(f"{_count(done.bad, 'damaged file')} left out", style="yellow")
+        print_line(f"{_count(done.bad, 'damaged file')} left out", style="yellow")
 
 
 @app.command("import")
@@ -278,12 +272,12 @@ def install(
     if as_json:
         print_json(vars(done))
         return
-    _say(f"{_count(done.installed, 'chunk')} installed; {done.present:,} already there")
+    print_line(f"{_count(done.installed, 'chunk')} installed; {done.present:,} already there")
     if done.refused:
         signed = ", or not signed with KVBOOST_CACHE_SECRET" if chosen_cache_secret() else ""
-        _say(f"{done.refused:,} refused: not whole chunks{signed}", style="yellow")
+        print_line(f"{done.refused:,} refused: not whole chunks{signed}", style="yellow")
     if done.no_room:
-        _say(f"{done.no_room:,} left out: no room in {max_size}", style="yellow")
+        print_line(f"{done.no_room:,} left out: no room in {max_size}", style="yellow")
 
 
 @app.command()
@@ -319,13 +313,15 @@ def forget(
     if as_json:
         print_json({"forgotten": forgotten, "model": chosen, "other_models": others})
         return
-    _say(
+    print_line(
         f"{_count(forgotten, 'chunk')} removed: those that contain this text, in the tokens of "
         f"{_clean(chosen)}, and those after them"
     )
     if others:
         listing = ", ".join(map(_clean, others))
-        _say(f"not searched in the tokens of other models: try --model {listing}", style="yellow")
+        print_line(
+            f"not searched in the tokens of other models: try --model {listing}", style="yellow"
+        )
 
 
 def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
@@ -385,7 +381,3 @@ def _ago(moment: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _say(line: str, style: str = "") -> None:
-    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvboost.cli.common import summary
+import kvboost
+from kvboost.cli.common import print_line, summary
 from kvboost.config import closest
 from kvboost.errors import PromptError
 
 if TYPE_CHECKING:
-    from kvboost import KVBoost
     from kvboost.results import GenerationResult
 
 INTRODUCTION = "/help lists the commands. Ctrl-C stops an answer; /exit or an empty line ends."
@@ -28,7 +28,7 @@ INTRODUCTION = "/help lists the commands. Ctrl-C stops an answer; /exit or an em
 class Conversation:
     """What was said, and how the next answer is generated."""
 
-    engine: KVBoost
+    engine: kvboost.KVBoost
     out: Console
     system: str | None = None
     max_new_tokens: int = 256
@@ -136,7 +136,7 @@ class Conversation:
             self.out.print(summary(self.last), style="dim")
 
     def _say(self, line: str) -> None:
-        self.out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        print_line(line, "dim", self.out)
 
 
 class CtrlC:

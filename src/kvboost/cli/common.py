@@ -146,9 +146,8 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 out = Console()
-say = Console(stderr=True, highlight=False, soft_wrap=True)
+say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 """What a server says besides its address, which goes to standard output for scripts."""
-
 Host = Annotated[str, told("The address to listen on.")]
 AllowHost = Annotated[
     list[str] | None, told("Another host name of this server; may be repeated; * allows any.")
@@ -179,8 +178,7 @@ _NAMES["replay_endpoint"] = "kv_events_replay"
 
 
 def in_flags(message: str) -> str:
-    """An error of the library as the command line says it: ``max_kv_bytes='x' ...`` begins with
-    ``--max-kv-bytes='x'``."""
+    """An error of the library as the command line says it: with ``--max-kv-bytes='x'`` in front."""
     named = re.match(r"[a-z_]+(?==)", message)
     if named is None:
         return message
@@ -190,8 +188,7 @@ def in_flags(message: str) -> str:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Prints our errors as one line and exits with code 2. Any other exception is a bug and keeps
-    its traceback."""
+    """Prints our errors as one line and exits with code 2. Bugs keep their traceback."""
     try:
         yield
     except KVBoostError as error:
@@ -237,8 +234,7 @@ class Answering:
     speculate: Speculate = str(EngineConfig.speculate)
 
     def checked(self, max_new_tokens: int) -> dict[str, Any]:
-        """The options of the request, apart from its mode. Raises ConfigError, before a model is
-        loaded, for a mistake."""
+        """The options of the request, apart from its mode. Raises ConfigError for a mistake."""
         choose(GenerationMode, self.mode, "mode")
         one_of(self.exactness, EXACTNESS, "exactness")
         speculate = speculation(self.speculate)
@@ -302,30 +298,29 @@ def summary(result: GenerationResult) -> str:
     ).replace("[", "\\[", 1)
 
 
+_SHOWN = (
+    *("output_text", "token_ids", "finish_reason", "prompt_tokens", "cached_tokens"),
+    *("exact_tokens", "approximate_tokens", "moved_tokens", "recomputed_tokens"),
+    *("answer_exact_from", "healed_tokens", "drafted_tokens", "accepted_tokens", "kv_reuse_ratio"),
+)
+
+
 def describe(result: GenerationResult) -> dict[str, Any]:
     """A result as a JSON object."""
     return {
-        "output_text": result.output_text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "cached_tokens": result.cached_tokens,
-        "exact_tokens": result.exact_tokens,
-        "approximate_tokens": result.approximate_tokens,
-        "moved_tokens": result.moved_tokens,
-        "recomputed_tokens": result.recomputed_tokens,
+        **{name: getattr(result, name) for name in _SHOWN},
         "charged_tokens": result.reuse.charged_tokens,
-        "answer_exact_from": result.answer_exact_from,
-        "healed_tokens": result.healed_tokens,
-        "drafted_tokens": result.drafted_tokens,
-        "accepted_tokens": result.accepted_tokens,
-        "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),
         "spans": [
             {"kind": span.kind.value, "start": span.start, "end": span.end, "tier": span.tier}
             for span in result.spans
         ],
     }
+
+
+def print_line(line: str, style: str = "", console: Console = out) -> None:
+    """Prints ``line`` as it is: terminals wrap it, and nothing in it is markup."""
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

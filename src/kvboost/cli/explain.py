@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from itertools import zip_longest
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvboost.cli.common import (
-    AsJson,
-    Loading,
-    Mode,
-    Model,
-    errors,
-    expanded,
-    load_engine,
-    out,
-    print_json,
-    told,
-)
+from kvboost.cli import common
 from kvboost.cli.explained_requests import Asked, read_requests
 from kvboost.config import DEFAULT_MODEL, GenerationMode, choose
+from kvboost.errors import ConfigError, ServerError
 from kvboost.results import Explanation
 
+_SECONDS = 600.0
 Explain = Callable[[Asked, "str | None"], Explanation]
 """Serves a request, explains it, and reads the answer that a later request holds, if any."""
 
 
-@expanded
+@common.expanded
 def explain(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The requests; - reads standard input.")
     ],
-    model: Model = DEFAULT_MODEL,
+    model: common.Model = DEFAULT_MODEL,
     url: Annotated[
-        str | None, told("Ask this server of kvboost serve, which has a model and a cache.")
+        str | None, common.told("Ask this server of kvboost serve, which has a model and a cache.")
     ] = None,
     api_key: Annotated[
-        str | None, told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
+        str | None, common.told("The server's key, if it needs one.", envvar="KVBOOST_KEY")
     ] = None,
-    mode: Mode = "chunk_kv_reuse",
+    mode: common.Mode = "chunk_kv_reuse",
     *,
-    loading: Loading,
-    as_json: AsJson = False,
+    loading: common.Loading,
+    as_json: common.AsJson = False,
 ) -> None:
     """Show why each part of a prompt would or would not be reused, and which edit is to blame.
 
@@ -62,28 +57,23 @@ def explain(
     Example: [bold]kvboost explain turns.jsonl[/bold]
     """
     explained = []
-    with errors():
+    with common.errors():
         choose(GenerationMode, mode, "mode")
         requests = read_requests(file, sys.stdin.read)
         serving = _local(model, mode, loading) if url is None else _server(url, api_key, mode)
         with serving as serve_one:
-            for request, answer in _with_answers(requests):
-                found = serve_one(request, answer)
+            for request, following in zip_longest(requests, requests[1:]):
+                found = serve_one(request, request.answer_before(following))
                 explained.append({"line": request.line, **found.as_dict()})
                 if not as_json:
-                    _show(request, len(requests), found, out)
+                    _show(request, len(requests), found, common.out)
     if as_json:
-        print_json(explained)
-
-
-def _with_answers(requests: Sequence[Asked]) -> Iterator[tuple[Asked, str | None]]:
-    for request, following in zip_longest(requests, requests[1:]):
-        yield request, request.answer_before(following)
+        common.print_json(explained)
 
 
 @contextmanager
-def _local(model: str, mode: str, loading: Loading) -> Iterator[Explain]:
-    with load_engine(model, loading) as engine:
+def _local(model: str, mode: str, loading: common.Loading) -> Iterator[Explain]:
+    with common.load_engine(model, loading) as engine:
         busy = Console(stderr=True)
 
         def serve_one(request: Asked, answer: str | None) -> Explanation:
@@ -102,8 +92,6 @@ def _local(model: str, mode: str, loading: Loading) -> Iterator[Explain]:
 
 @contextmanager
 def _server(url: str, api_key: str | None, mode: str) -> Iterator[Explain]:
-    from kvboost.cli.explaining_server import ExplainingServer
-
     server = ExplainingServer(url, api_key, mode)
     busy = Console(stderr=True)
 
@@ -131,3 +119,58 @@ def _show(request: Asked, total: int, explanation: Explanation, console: Console
         Text(),
     ]
     console.print(Text("\n").join(shown), highlight=False, soft_wrap=True)
+
+
+class ExplainingServer:
+    """A server at ``url``. Requests are answered with one token."""
+
+    def __init__(self, url: str, api_key: str | None, mode: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url={url!r} must begin with http:// or https://")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._mode = mode
+        self._model = str(self._send("/v1/models")["data"][0]["id"])
+
+    def explain(self, body: dict[str, Any]) -> Explanation:
+        """Has a request answered, and the answer explained."""
+        shown = self._send(f"/kvboost/explain/{self.ask(body)}")
+        return Explanation.from_dict(shown["explanations"][0])
+
+    def ask(self, body: dict[str, Any]) -> str:
+        """Has a request answered; returns the id of the answer."""
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        limits = ("max_tokens", "max_completion_tokens", "n")
+        given = {name: value for name, value in body.items() if name not in limits}
+        asked = {**given, "model": self._model, "max_tokens": 1, "stream": False}
+        return str(self._send(path, {**asked, "kvboost": {"mode": self._mode}})["id"])
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, headers)
+        try:
+            with _OPENER.open(request, timeout=_SECONDS) as response:
+                answer: dict[str, Any] = json.loads(response.read())
+                return answer
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read().decode("utf-8", "replace")[:500]
+            raise ServerError(f"{self._url}{path} refuses: {error.code} {said}") from None
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", str(error))
+            raise ServerError(
+                f"{self._url}{path} does not answer: {reason}; give the address of kvboost serve"
+            ) from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An API does not redirect. Another server would be given the key."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)

@@ -73,8 +73,7 @@ class Asked:
 
 
 def read_requests(name: str, read_stdin: Callable[[], str]) -> list[Asked]:
-    """The requests of a file; ``-`` is standard input. Text that does not begin with ``{`` is one
-    prompt."""
+    """The requests of a file; ``-`` is standard input. Text that is not JSON is a prompt."""
     text = read_stdin() if name == "-" else _read(Path(name))
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a prompt, or requests such as {EXPECTED}")

@@ -1,5 +1,4 @@
-"""The ``kvboost`` command: its own commands, and the groups ``models``, ``cache``, ``bench`` and
-``vllm``."""
+"""The ``kvboost`` command: its own commands and its groups."""
 
 from __future__ import annotations
 
@@ -14,38 +13,13 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, explain, models, route, serve, vllm
+from kvboost.cli import bench, cache, common, explain, models, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
-from kvboost.cli.common import (
-    Answering,
-    AsJson,
-    Device,
-    DeviceMemory,
-    Dtype,
-    HostMemory,
-    Loading,
-    MaxNewTokens,
-    Model,
-    Seed,
-    Temperature,
-    describe,
-    errors,
-    expanded,
-    load_engine,
-    out,
-    print_json,
-    read_schema,
-    summary,
-    told,
-    unwrap_help,
-)
+from kvboost.cli.common import load_engine
 from kvboost.config import DEFAULT_MODEL
 
 app = typer.Typer(
-    name="kvboost",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+    name="kvboost", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
 )
 app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
@@ -65,7 +39,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, told("Show the version.", "--version", callback=_show_version, is_eager=True)
+        bool, common.told("Show the version.", "--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """A language model should never read the same text twice."""
@@ -73,11 +47,11 @@ def main(
 
 @app.command()
 def demo(
-    model: Model = DEFAULT_MODEL,
-    device: Device = None,
-    dtype: Dtype = "float32",
-    quick: Annotated[bool, told("Ask half of the prompts.", "--quick")] = False,
-    as_json: AsJson = False,
+    model: common.Model = DEFAULT_MODEL,
+    device: common.Device = None,
+    dtype: common.Dtype = "float32",
+    quick: Annotated[bool, common.told("Ask half of the prompts.", "--quick")] = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Compare answers and times without and with reuse.
 
@@ -85,18 +59,21 @@ def demo(
     orders. It runs in float32, so that answers can be compared token by token; --dtype bfloat16
     is faster.
     """
-    with errors(), load_engine(model, Loading(device=device, dtype=dtype)) as engine:
+    with (
+        common.errors(),
+        load_engine(model, common.Loading(device=device, dtype=dtype)) as engine,
+    ):
         from kvboost.cli import demo as demonstration
 
-        console = Console(stderr=True) if as_json else out
+        console = Console(stderr=True) if as_json else common.out
         asked = demonstration.run(engine, console, quick=quick)
     if as_json:
-        print_json(
+        common.print_json(
             [
                 {
                     "prompt": one.title,
-                    "baseline": describe(one.baseline),
-                    "reuse": describe(one.reuse),
+                    "baseline": common.describe(one.baseline),
+                    "reuse": common.describe(one.reuse),
                     "same": one.same,
                     "mean_kl": one.mean_kl,
                 }
@@ -106,31 +83,32 @@ def demo(
 
 
 @app.command()
-@expanded
+@common.expanded
 def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The question; - reads standard input.")
     ],
-    model: Model = DEFAULT_MODEL,
-    max_new_tokens: MaxNewTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
+    model: common.Model = DEFAULT_MODEL,
+    max_new_tokens: common.MaxNewTokens = 64,
+    temperature: common.Temperature = 0.0,
+    seed: common.Seed = None,
     stop: Annotated[
-        list[str] | None, told("End the answer before this text; may be repeated.")
+        list[str] | None, common.told("End the answer before this text; may be repeated.")
     ] = None,
     chat: Annotated[
-        bool, told("Ask in the model's chat template; --no-chat continues the text.")
+        bool, common.told("Ask in the model's chat template; --no-chat continues the text.")
     ] = True,
     schema: Annotated[
-        Path | None, told("Answer in JSON that keeps to the JSON schema in FILE.", metavar="FILE")
+        Path | None,
+        common.told("Answer in JSON that keeps to the JSON schema in FILE.", metavar="FILE"),
     ] = None,
     regex: Annotated[
-        str | None, told("Answer with text that this regular expression matches.")
+        str | None, common.told("Answer with text that this regular expression matches.")
     ] = None,
     *,
-    how: Answering,
-    loading: Loading,
-    as_json: AsJson = False,
+    how: common.Answering,
+    loading: common.Loading,
+    as_json: common.AsJson = False,
 ) -> None:
     """Answer one prompt.
 
@@ -139,11 +117,11 @@ def generate(
     Example: [bold]kvboost generate - --cache-dir ./kv < report.txt[/bold]
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    with errors():
+    with common.errors():
         options = how.checked(max_new_tokens)
-        options |= {"schema": read_schema(schema) if schema else None, "regex": regex}
+        options |= {"schema": common.read_schema(schema) if schema else None, "regex": regex}
         options |= {"temperature": temperature, "seed": seed, "stop": stop}
-    with errors(), load_engine(model, loading) as engine:
+    with common.errors(), load_engine(model, loading) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
             max_new_tokens,
@@ -154,25 +132,25 @@ def generate(
             if not as_json:
                 print(piece, end="", flush=True)
         if as_json:
-            print_json(describe(stream.result))
+            common.print_json(common.describe(stream.result))
         else:
             print()
-            out.print(summary(stream.result), style="dim")
+            common.out.print(common.summary(stream.result), style="dim")
 
 
 @app.command()
-@expanded
+@common.expanded
 def chat(
-    model: Model = DEFAULT_MODEL,
-    system: Annotated[str | None, told("The system prompt.")] = None,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
+    model: common.Model = DEFAULT_MODEL,
+    system: Annotated[str | None, common.told("The system prompt.")] = None,
+    max_new_tokens: common.MaxNewTokens = 256,
+    temperature: common.Temperature = 0.0,
+    seed: common.Seed = None,
     *,
-    how: Answering,
-    loading: Loading,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
+    how: common.Answering,
+    loading: common.Loading,
+    device_memory: common.DeviceMemory = None,
+    host_memory: common.HostMemory = None,
 ) -> None:
     """Talk to a model; every answer shows how much of the conversation was reused.
 
@@ -181,23 +159,25 @@ def chat(
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
-    with errors():
+    with common.errors():
         options = how.checked(max_new_tokens) | {"temperature": temperature, "seed": seed}
     memory = {"device_memory": device_memory, "host_memory": host_memory}
-    with errors(), load_engine(model, loading, **memory) as engine:
+    with common.errors(), load_engine(model, loading, **memory) as engine:
         edit_lines()
-        Conversation(engine, out, system, max_new_tokens, how.mode, options).run(ask_in_terminal)
+        Conversation(engine, common.out, system, max_new_tokens, how.mode, options).run(
+            ask_in_terminal
+        )
 
 
 @app.command()
 def doctor(
-    model: Model = DEFAULT_MODEL,
-    device: Device = None,
-    dtype: Dtype = None,
+    model: common.Model = DEFAULT_MODEL,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
     vllm: Annotated[
-        bool, told("Show instead whether vLLM can use KVBoost here.", "--vllm")
+        bool, common.told("Show instead whether vLLM can use KVBoost here.", "--vllm")
     ] = False,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Show what this machine has and what would be slow on it.
 
@@ -207,16 +187,16 @@ def doctor(
     if vllm:
         _examine_vllm(as_json)
         return
-    with errors():
+    with common.errors():
         from kvboost.checks.doctor import examine
 
         findings = examine(model, device, dtype)
     if as_json:
-        print_json({"facts": findings.facts, "advice": findings.advice})
+        common.print_json({"facts": findings.facts, "advice": findings.advice})
         return
     _show(findings.facts, findings.advice)
     if not findings.advice:
-        out.print("Nothing here makes KVBoost slow.", style="green")
+        common.out.print("Nothing here makes KVBoost slow.", style="green")
 
 
 def _examine_vllm(as_json: bool) -> None:
@@ -224,12 +204,12 @@ def _examine_vllm(as_json: bool) -> None:
 
     found = examine()
     if as_json:
-        print_json(vars(found))
+        common.print_json(vars(found))
     elif found.problem is not None:
-        out.print(found.problem, highlight=False, markup=False)
+        common.out.print(found.problem, highlight=False, markup=False)
     else:
         _show(found.facts, found.advice)
-        out.print("Start vLLM with KVBoost (docs/vllm.md):")
+        common.out.print("Start vLLM with KVBoost (docs/vllm.md):")
         print(found.command)
     if found.problem is not None:
         raise typer.Exit(1)
@@ -240,12 +220,12 @@ def _show(facts: Mapping[str, object], advice: Sequence[str]) -> None:
     for name, value in facts.items():
         shown = ("no", "yes")[value] if isinstance(value, bool) else str(value)
         table.add_row(name, shown)
-    out.print(table)
+    common.out.print(table)
     for one in advice:
-        out.print(f"! {one}", style="yellow", highlight=False)
+        common.out.print(f"! {one}", style="yellow", highlight=False)
 
 
 app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(
     bench.forward(BENCHMARKS["quality"])
 )
-unwrap_help(app)
+common.unwrap_help(app)

@@ -155,20 +155,18 @@ def _table(found: list[Fit], machine: Machine) -> Table:
     return table
 
 
+_SHOWN = (
+    *("architecture", "reused", "parameters", "layers", "kind", "stored_bytes", "to_download"),
+    *("context", "state_bytes"),
+)
+
+
 def _as_dict(header: ModelHeader, machine: Machine, found: list[Fit]) -> dict[str, Any]:
     return {
         "model": header.name,
-        "architecture": header.architecture,
-        "reused": header.reused,
-        "parameters": header.parameters,
-        "layers": header.layers,
-        "kind": header.kind,
+        **{name: getattr(header, name) for name in _SHOWN},
         "bits_per_weight": header.bits,
-        "stored_bytes": header.stored_bytes,
-        "to_download": header.to_download,
-        "context": header.context,
         "kv_numbers_per_token": header.kv_numbers,
-        "state_bytes": header.state_bytes,
         "memory": machine.memory,
         "free_memory": machine.free,
         "gpu": machine.gpu,

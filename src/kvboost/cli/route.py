@@ -127,21 +127,20 @@ def route(
         with bind(given.host, given.port) as listening:
             port = listening.getsockname()[1]
             run(app, listening, lambda: _announce(app.state.server, address(given.host, port)))
-    say.print("stopped", markup=False)
+    say.print("stopped")
 
 
 def _announce(state: RouteState, url: str) -> None:
-    """Says where requests go, and which server is missing. Only the address goes to standard
-    output, for scripts."""
+    """Says where requests go; on standard output only the address, for scripts."""
     servers = state.upstreams.states
     policy = state.options.router.policy
-    say.print(f"routing by {policy} to {len(servers)} servers", markup=False)
+    say.print(f"routing by {policy} to {len(servers)} servers")
     print(f"{url}/v1", flush=True)
     for upstream, why in state.upstreams.missing.items():
-        say.print(f"warning: {upstream} gets no requests yet: {why}", style="yellow", markup=False)
+        say.print(f"warning: {upstream} gets no requests yet: {why}", style="yellow")
     _tell_models(state.upstreams)
     if len(servers) == 1:
-        say.print("note: with one server there is nothing to choose", style="yellow", markup=False)
+        say.print("note: with one server there is nothing to choose", style="yellow")
 
 
 def _tell_models(upstreams: Upstreams) -> None:
@@ -151,19 +150,11 @@ def _tell_models(upstreams: Upstreams) -> None:
     listed = {url: models for url, models in upstreams.models.items() if models is not None}
     if len({frozenset(models) for models in listed.values()}) > 1:
         for url, models in listed.items():
-            say.print(f"{url} serves {shown_names(models)}", markup=False)
-        say.print(
-            "warning: the servers serve different models; a request goes to those that list its "
-            "model",
-            style="yellow",
-            markup=False,
-        )
+            say.print(f"{url} serves {shown_names(models)}")
+        told = "the servers serve different models; a request goes to those that list its model"
+        say.print(f"warning: {told}", style="yellow")
     elif listed:
-        say.print(f"serving {shown_names(next(iter(listed.values())))}", markup=False)
+        say.print(f"serving {shown_names(next(iter(listed.values())))}")
     for url, why in upstreams.unlisted.items():
-        say.print(
-            f"note: {url} does not list its models to the router ({why}); requests for any model "
-            "may go there",
-            style="yellow",
-            markup=False,
-        )
+        told = f"{url} does not list its models to the router ({why})"
+        say.print(f"note: {told}; requests for any model may go there", style="yellow")

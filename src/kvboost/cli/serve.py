@@ -47,7 +47,7 @@ def serve(context: typer.Context, given: ServeOptions) -> None:
         keys = _keys(given.keys_file, starting=True)
         texts, left_out = read_texts(given.warm or (), ServerSettings.max_document_bytes)
         if left_out:
-            say.print(f"not text, so not warmed: {', '.join(left_out)}", markup=False)
+            say.print(f"not text, so not warmed: {', '.join(left_out)}")
         is_local = is_loopback(host) and not keys
         own = {
             "keys": keys,
@@ -76,7 +76,7 @@ def serve(context: typer.Context, given: ServeOptions) -> None:
             chosen(engine, settings, listening, ready, reread)
     folder = options["disk_cache_dir"]
     kept = f"; the cache is in {folder}" if folder else ""
-    say.print(f"stopped{kept}", markup=False)
+    say.print(f"stopped{kept}")
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -93,7 +93,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
 def _load(model: str, **options: Any) -> Any:
     import kvboost
 
-    say.print(f"loading {model}", markup=False)
+    say.print(f"loading {model}")
     return kvboost.KVBoost.from_pretrained(model, **options)
 
 
@@ -102,7 +102,7 @@ def _embedding_model(name: str | None, device: str | None) -> Any:
         return None
     import kvboost
 
-    say.print(f"loading {name}", markup=False)
+    say.print(f"loading {name}")
     return kvboost.EmbeddingModel.from_pretrained(name, device=device)
 
 
@@ -135,52 +135,38 @@ def _keys(path: Path | None, *, starting: bool = False) -> tuple[ApiKey, ...]:
 
 
 def announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
-    """Says what is served, where, and how to try it. Only the address goes to standard output,
-    for scripts."""
+    """Says what is served and how to try it; on standard output only the address, for scripts."""
     from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
 
     url = address(host, port, "http" if settings.tls_cert is None else "https")
     name = served_names(engine, settings)[0]
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": "What is a lighthouse for?"}],
-    }
+    messages = [{"role": "user", "content": "What is a lighthouse for?"}]
+    body = json.dumps({"model": name, "messages": messages})
     key = " -H 'Authorization: Bearer KEY'" if settings.needs_key else ""
-    say.print(f"serving {_description(engine, name)}", markup=False)
+    say.print(f"serving {_description(engine, name)}")
     print(f"{url}/v1", flush=True)
-    for line in (
-        "A page at / shows where each prompt's rows come from. To try it:",
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d '{json.dumps(body)}'",
-    ):
-        say.print(line, markup=False)
+    say.print("A page at / shows where each prompt's rows come from. To try it:")
+    header = f"-H 'Content-Type: application/json'{key}"
+    say.print(f"curl {url}/v1/chat/completions {header} -d '{body}'")
     if (events := engine.config.kv_events) is not None:
-        say.print(
-            f"publishing KV events at {events.endpoint}: whoever can connect there can read the "
-            "tokens of prompts",
-            markup=False,
-        )
+        told = "whoever can connect there can read the tokens of prompts"
+        say.print(f"publishing KV events at {events.endpoint}: {told}")
     if not settings.needs_key and not is_loopback(host):
         say.print(
             f"warning: other machines can reach {host}, and the server asks for no key: anyone "
             "there can use the model and see what others have sent. Set --api-keys.",
             style="yellow",
-            markup=False,
         )
     if "*" in settings.cors_origins and not settings.needs_key:
         say.print(
             "warning: with --cors-origin '*' and no key, any web page that a browser opens can use "
             "the model and read what others have sent. Name the origins, or set --api-keys.",
             style="yellow",
-            markup=False,
         )
     if settings.needs_key and not any(key.is_admin for key in settings.keys):
-        say.print(
-            "note: no key is marked admin:NAME:KEY, so every key may inspect the cache",
-            style="yellow",
-            markup=False,
-        )
+        told = "no key is marked admin:NAME:KEY, so every key may inspect the cache"
+        say.print(f"note: {told}", style="yellow")
 
 
 def _description(engine: Any, name: str) -> str:

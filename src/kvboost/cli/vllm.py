@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.common import AsJson, errors, expanded, option, out, print_json, told
+from kvboost.cli.common import AsJson, errors, expanded, option, out, print_json, print_line, told
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError
 
@@ -68,12 +68,12 @@ def warm(
             read = server.warm(text)
             done.append({"file": name, "tokens": read.tokens, "known_tokens": read.known})
             if not as_json:
-                _say(f"{name}: {read.tokens:,} tokens, {read.known:,} of them known before")
+                print_line(f"{name}: {read.tokens:,} tokens, {read.known:,} of them known before")
         chunks = server.stats()["chunks_of_salt"]
     if as_json:
         print_json({"documents": done, "chunks_of_salt": chunks})
     else:
-        _say(f"{chunks:,} chunks are stored")
+        print_line(f"{chunks:,} chunks are stored")
 
 
 @app.command()
@@ -107,15 +107,12 @@ def forget(
     if as_json:
         print_json({"forgotten": forgotten})
     else:
-        _say(f"{forgotten:,} chunks forgotten")
+        print_line(f"{forgotten:,} chunks forgotten")
 
 
 @app.command()
 @expanded
-def stats(
-    at: At,
-    as_json: AsJson = False,
-) -> None:
+def stats(at: At, as_json: AsJson = False) -> None:
     """Show what is stored, and what requests have reused since the start.
 
     Example: [bold]kvboost vllm stats --json[/bold]
@@ -129,11 +126,11 @@ def stats(
     for name, tier in found["tiers"].items():
         table.add_row(name, *(_shown(tier, figure) for figure in _FIGURES))
     out.print(table, highlight=False, markup=False)
-    _say(f"{found['chunks']:,} chunks, {found['chunks_of_salt']:,} of them under this salt")
+    print_line(f"{found['chunks']:,} chunks, {found['chunks_of_salt']:,} of them under this salt")
     tokens = ", ".join(f"{rows:,} {source}" for source, rows in found["prompt_tokens"].items())
-    _say(f"prompt tokens loaded: {tokens}")
+    print_line(f"prompt tokens loaded: {tokens}")
     loads = found["loads"]
-    _say(
+    print_line(
         f"loads: {loads['loaded']:,} in {found['load_seconds']:,.2f} s; {loads['failed']:,} failed"
     )
 
@@ -153,7 +150,3 @@ def _text(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{name!r} cannot be read: {reason}; name a text file") from None
-
-
-def _say(line: str) -> None:
-    out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,112 +1,48 @@
 """The options that users choose and their defaults: frozen, validated once."""
 
-from kvboost.config.engine import (
-    CHUNKING,
-    DEFAULT_MODEL,
-    DTYPES,
-    GRAPHS,
-    KV_BITS,
-    LEAST_SECRET,
-    SIZES,
-    WEIGHTS,
-    EngineConfig,
-)
-from kvboost.config.environment import (
-    api_keys,
-    bound_kernel_caches,
-    cache_dir,
-    chosen_cache_dir,
-    chosen_cache_secret,
-    home,
-    native_kernels_allowed,
-    progress_allowed,
-)
-from kvboost.config.events import KVEvents
-from kvboost.config.extras import install_extra
-from kvboost.config.images import ImageLimits
-from kvboost.config.keywords import (
-    REMOVED,
-    EngineOptions,
-    HubOptions,
-    LoadOptions,
-    closest,
-    refuse_unknown_options,
-    unknown_option,
-)
-from kvboost.config.repair import (
-    CONTROL,
-    DEFAULT_RATIO,
-    LEAST_MOVED,
-    MOST_CONTEXTS,
-    REUSE_MOVED,
-    STRATEGIES,
-    WITHOUT_RATIO,
-    RepairParams,
-)
-from kvboost.config.request import (
-    EXACTNESS,
-    HEAL,
-    LIMIT_DRAFTED,
-    MOST_DRAFTED,
-    SPECULATE,
-    GenerationMode,
-    SamplingParams,
-    most_drafted,
-    stop_strings,
-)
-from kvboost.config.sizes import format_bytes, parse_bytes
-from kvboost.config.validation import at_least, choose, one_of, whole, within
-
-__all__ = [
-    "CHUNKING",
-    "CONTROL",
-    "DEFAULT_MODEL",
-    "DEFAULT_RATIO",
-    "DTYPES",
-    "EXACTNESS",
-    "GRAPHS",
-    "HEAL",
-    "KV_BITS",
-    "LEAST_MOVED",
-    "LEAST_SECRET",
-    "LIMIT_DRAFTED",
-    "MOST_CONTEXTS",
-    "MOST_DRAFTED",
-    "REMOVED",
-    "REUSE_MOVED",
-    "SIZES",
-    "SPECULATE",
-    "STRATEGIES",
-    "WEIGHTS",
-    "WITHOUT_RATIO",
-    "EngineConfig",
-    "EngineOptions",
-    "GenerationMode",
-    "HubOptions",
-    "ImageLimits",
-    "KVEvents",
-    "LoadOptions",
-    "RepairParams",
-    "SamplingParams",
-    "api_keys",
-    "at_least",
-    "bound_kernel_caches",
-    "cache_dir",
-    "choose",
-    "chosen_cache_dir",
-    "chosen_cache_secret",
-    "closest",
-    "format_bytes",
-    "home",
-    "install_extra",
-    "most_drafted",
-    "native_kernels_allowed",
-    "one_of",
-    "parse_bytes",
-    "progress_allowed",
-    "refuse_unknown_options",
-    "stop_strings",
-    "unknown_option",
-    "whole",
-    "within",
-]
+from kvboost.config.engine import CHUNKING as CHUNKING
+from kvboost.config.engine import DEFAULT_MODEL as DEFAULT_MODEL
+from kvboost.config.engine import DTYPES as DTYPES
+from kvboost.config.engine import KV_BITS as KV_BITS
+from kvboost.config.engine import SIZES as SIZES
+from kvboost.config.engine import EngineConfig as EngineConfig
+from kvboost.config.engine import ImageLimits as ImageLimits
+from kvboost.config.engine import KVEvents as KVEvents
+from kvboost.config.environment import api_keys as api_keys
+from kvboost.config.environment import bound_kernel_caches as bound_kernel_caches
+from kvboost.config.environment import cache_dir as cache_dir
+from kvboost.config.environment import chosen_cache_dir as chosen_cache_dir
+from kvboost.config.environment import chosen_cache_secret as chosen_cache_secret
+from kvboost.config.environment import home as home
+from kvboost.config.environment import native_kernels_allowed as native_kernels_allowed
+from kvboost.config.environment import progress_allowed as progress_allowed
+from kvboost.config.keywords import REMOVED as REMOVED
+from kvboost.config.keywords import EngineOptions as EngineOptions
+from kvboost.config.keywords import HubOptions as HubOptions
+from kvboost.config.keywords import LoadOptions as LoadOptions
+from kvboost.config.keywords import closest as closest
+from kvboost.config.keywords import refuse_unknown_options as refuse_unknown_options
+from kvboost.config.keywords import unknown_option as unknown_option
+from kvboost.config.repair import CONTROL as CONTROL
+from kvboost.config.repair import DEFAULT_RATIO as DEFAULT_RATIO
+from kvboost.config.repair import LEAST_MOVED as LEAST_MOVED
+from kvboost.config.repair import MOST_CONTEXTS as MOST_CONTEXTS
+from kvboost.config.repair import STRATEGIES as STRATEGIES
+from kvboost.config.repair import WITHOUT_RATIO as WITHOUT_RATIO
+from kvboost.config.repair import RepairParams as RepairParams
+from kvboost.config.request import EXACTNESS as EXACTNESS
+from kvboost.config.request import HEAL as HEAL
+from kvboost.config.request import LIMIT_DRAFTED as LIMIT_DRAFTED
+from kvboost.config.request import SPECULATE as SPECULATE
+from kvboost.config.request import GenerationMode as GenerationMode
+from kvboost.config.request import SamplingParams as SamplingParams
+from kvboost.config.request import most_drafted as most_drafted
+from kvboost.config.request import stop_strings as stop_strings
+from kvboost.config.sizes import format_bytes as format_bytes
+from kvboost.config.sizes import parse_bytes as parse_bytes
+from kvboost.config.validation import at_least as at_least
+from kvboost.config.validation import choose as choose
+from kvboost.config.validation import install_extra as install_extra
+from kvboost.config.validation import one_of as one_of
+from kvboost.config.validation import whole as whole
+from kvboost.config.validation import within as within

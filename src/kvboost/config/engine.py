@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvboost.config.environment import chosen_cache_secret
-from kvboost.config.events import KVEvents
-from kvboost.config.images import ImageLimits
 from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
 from kvboost.config.sizes import parse_bytes
-from kvboost.config.validation import at_least, one_of, whole
+from kvboost.config.validation import at_least, install_extra, one_of, whole
 from kvboost.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
-
 CHUNKING = ("fixed", "semantic", "document")
 KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16
@@ -25,6 +24,47 @@ LEAST_SECRET = 16
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "plain", "packed")
+
+
+@dataclass(frozen=True)
+class KVEvents:
+    """Where and how to publish KV events, in vLLM's format. They contain the tokens of prompts."""
+
+    endpoint: str
+    """A ZeroMQ address: ``tcp://*:5557`` listens; ``tcp://host:5557`` connects to a subscriber that
+    listens; ``ipc://path`` stays on this machine."""
+    topic: str = ""
+    """The first frame of every message; llm-d expects ``kv@ADDRESS@MODEL``."""
+    replay_endpoint: str | None = None
+    """An address at which subscribers ask for messages that they have missed."""
+    block_size: int = 16
+    """Tokens in a block; the router must be set to the same number."""
+
+    def __post_init__(self) -> None:
+        for option in ("endpoint", "replay_endpoint"):
+            address = getattr(self, option)
+            if address is not None and not re.fullmatch(
+                r"tcp://[^\s/]+:\d{1,5}|(ipc|inproc)://\S+", address
+            ):
+                raise ConfigError(
+                    f"{option}={address!r} is not an address for KV events; write "
+                    "tcp://*:5557, tcp://host:5557 or ipc://path"
+                )
+        whole(self.block_size, 1, "block_size")
+        for name in ("zmq", "msgspec"):
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(f"KV events need {name}; {install_extra('events')}")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What a prompt may bring."""
+
+    max_images: int = 32
+    max_bytes: int = 20 * 1024**2
+    """Of the file of one image."""
+    max_pixels: int = 24_000_000
+    """Of one image, before it is scaled down."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +191,11 @@ class EngineConfig:
     """What streamed layers may take of the machine's memory; others are read from disk in every
     forward. By default four fifths of what is free."""
 
-    max_images: int = 32
+    max_images: int = ImageLimits.max_images
     """The most images of a prompt."""
-    max_image_bytes: int = 20 * 1024**2
+    max_image_bytes: int = ImageLimits.max_bytes
     """The largest file of an image."""
-    max_image_pixels: int = 24_000_000
+    max_image_pixels: int = ImageLimits.max_pixels
     """The most pixels of an image before it is scaled down: that takes ten bytes for each."""
 
     @property
@@ -165,10 +205,7 @@ class EngineConfig:
     @cached_property
     def repair(self) -> RepairParams:
         return RepairParams(
-            self.recompute_strategy,
-            self.recompute_ratio,
-            self.recompute_overlap,
-            self.reuse_moved,
+            self.recompute_strategy, self.recompute_ratio, self.recompute_overlap, self.reuse_moved
         )
 
     def __post_init__(self) -> None:
@@ -247,15 +284,8 @@ class EngineConfig:
 
 
 SIZES = (
-    "max_cache_bytes",
-    "max_pinned_bytes",
-    "gpu_cache_bytes",
-    "disk_cache_bytes",
-    "remote_cache_bytes",
-    "max_kv_bytes",
-    "far_kv_bytes",
-    "device_memory",
-    "host_memory",
+    *("max_cache_bytes", "max_pinned_bytes", "gpu_cache_bytes", "disk_cache_bytes"),
+    *("remote_cache_bytes", "max_kv_bytes", "far_kv_bytes", "device_memory", "host_memory"),
     "max_image_bytes",
 )
 """The options of EngineConfig that are sizes."""

@@ -7,13 +7,12 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
-from kvboost.config.events import KVEvents
+from kvboost.config.engine import KVEvents
 from kvboost.errors import ConfigError
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig as keyword arguments, for type checkers and editors. A test keeps
-    the two alike."""
+    """The fields of EngineConfig, for type checkers and editors. A test keeps the two alike."""
 
     chunk_size: int
     state_every: int | None

@@ -28,8 +28,7 @@ def parse_bytes(size: int | str, option: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """A size as people write it: ``"512B"``, ``"1.5MiB"``. ``parse_bytes`` reads it back, rounded
-    to the tenth shown."""
+    """A size as people write it: ``"512B"``, ``"1.5MiB"``. ``parse_bytes`` reads it, rounded."""
     power = next((power for power in range(4) if round(size / 1024**power, 1) < 1024), 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{size / 1024**power:.1f}".removesuffix(".0") + unit

@@ -1,4 +1,5 @@
-"""Checks of single values: each error names the option, the value and what is allowed."""
+"""Checks of single values: each error names the option, the value and what is allowed, or how to
+install what it needs."""
 
 from __future__ import annotations
 
@@ -48,3 +49,9 @@ def whole(value: int, least: int, option: str) -> None:
     """Raises ConfigError unless ``value`` is an int, and not below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{option}={value!r} must be a whole number of at least {least}")
+
+
+def install_extra(extra: str) -> str:
+    """How to install the packages of ``extra``, for the end of an error. KVBoost itself is there,
+    so pip only adds what is missing."""
+    return f"install it with: pip install 'kvboost[{extra}]'"

@@ -99,13 +99,9 @@ def none_left(state: RouteState) -> ApiError:
         f"{sum(one == kind for one in states.values())} {kind}"
         for kind in sorted(set(states.values()))
     )
-    return ApiError(
-        503,
-        f"no upstream can take this request now ({told}); try again",
-        kind="server_error",
-        code="no_upstream",
-        headers={"retry-after": str(max(1, ceil(state.options.health_seconds)))},
-    )
+    said = f"no upstream can take this request now ({told}); try again"
+    seconds = max(1, ceil(state.options.health_seconds))
+    return ApiError(503, said, "no_upstream", retry_after=seconds)
 
 
 def long_list(upstream: str) -> ApiError:

@@ -11,6 +11,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import anyio
@@ -20,8 +21,7 @@ import httpx
 CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 30.0
 IDLE_SECONDS = 4.0
-"""Shorter than servers keep an idle connection, so that none is used while it closes. uvicorn keeps
-them for 5 seconds."""
+"""Shorter than servers keep idle connections, so that none is used while it closes: uvicorn 5 s."""
 MAX_IDLE = 64
 """Connections to one upstream that wait for a request."""
 MAX_HEAD = 64 * 1024
@@ -67,8 +67,7 @@ class Connections(httpx.AsyncBaseTransport):
     async def fetch(
         self, request: httpx.Request, seconds: float, most: int
     ) -> tuple[httpx.Response, bytes | None]:
-        """An answer and its body, within ``seconds``; None for a body of more than ``most``
-        bytes."""
+        """An answer and its body, within ``seconds``; None for one of more than ``most`` bytes."""
         try:
             with anyio.fail_after(seconds):
                 response = await self.handle_async_request(request)
@@ -115,15 +114,13 @@ async def read_up_to(most: int, pieces: AsyncIterator[bytes]) -> tuple[bytes, bo
     return bytes(body), True
 
 
+@dataclass
 class _Body(httpx.AsyncByteStream):
     """The body of an answer. Closing it keeps its connection for another request, if possible."""
 
-    def __init__(
-        self, connection: _Connection, idle: list[_Connection], silent_seconds: float | None
-    ) -> None:
-        self._connection = connection
-        self._idle = idle
-        self._silent_seconds = silent_seconds
+    _connection: _Connection
+    _idle: list[_Connection]
+    _silent_seconds: float | None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._connection.pieces(self._silent_seconds):
@@ -212,8 +209,7 @@ class _Connection(asyncio.Protocol):
             yield b"".join(arrived)
 
     def rest(self) -> bool:
-        """Makes the connection ready for another request, some time later. False if it cannot take
-        one."""
+        """Makes the connection ready for another request. False if it cannot take one."""
         parser = self._parser
         is_done = (parser.our_state, parser.their_state) == (h11.DONE, h11.DONE)
         if self._is_over or not is_done or self._has_surplus:
@@ -269,16 +265,14 @@ class _Connection(asyncio.Protocol):
         self._unread = 0
         self._transport.resume_reading()
         self._waiter = self._loop.create_future()
-        timer = None if deadline is None else self._loop.call_at(deadline, self._late)
+        late = httpx.ReadTimeout("the upstream sent nothing in time")
+        timer = None if deadline is None else self._loop.call_at(deadline, self._end, late)
         try:
             await self._waiter
         finally:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
-
-    def _late(self) -> None:
-        self._end(httpx.ReadTimeout("the upstream sent nothing in time"))
 
     def _end(self, error: Exception | None) -> None:
         if not self._is_over:

@@ -32,7 +32,6 @@ TOKEN_BYTES = 4
 """About how many bytes of text make a token."""
 MAX_TOKENS = 512 * 1024
 """Tokens of a prompt that are looked at. A longer prompt is routed by these."""
-_KEY_BYTES = 64
 _POWERS = np.cumprod(np.full(256, 0x01000193, dtype=np.uint32), dtype=np.uint32)
 
 
@@ -65,33 +64,32 @@ def tenant_of(authorization: bytes | None) -> bytes:
     return hashlib.blake2b(authorization, digest_size=16, person=b"kvboost-tenant").digest()
 
 
-def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
+def sketch(body: bytes, tenant: bytes = b"") -> Sketch:
     """The sketch of a request in OpenAI's, Anthropic's or Ollama's format, without tokens if
-    ``body`` has no prompt that we know, and ``NOTHING`` if it cannot be read. With a ``secret`` the
-    hashes cannot be computed without it."""
+    ``body`` has no prompt that we know, and ``NOTHING`` if it cannot be read."""
     try:
         request = json.loads(body)
-        return _sketch(request, tenant, secret) if isinstance(request, dict) else NOTHING
+        return _sketch(request, tenant) if isinstance(request, dict) else NOTHING
     except (ValueError, RecursionError):  # what is nested deeply may be parsed, and not written
         return NOTHING  # the upstream says what is wrong with it
 
 
-def _sketch(request: Mapping[str, Any], tenant: bytes, secret: bytes) -> Sketch:
+def _sketch(request: Mapping[str, Any], tenant: bytes) -> Sketch:
     named = request.get("model")
     model = named if isinstance(named, str) else ""
     salt = request.get("cache_salt")
     ours = request.get("kvboost")
     mode = ours.get("mode") if isinstance(ours, dict) else None
-    space = _space(tenant, salt if isinstance(salt, str) else "", secret)
+    space = _space(tenant, salt if isinstance(salt, str) else "")
     reuses = _REUSES.get(mode, "content") if isinstance(mode, str) else "content"
     if (ids := _token_ids(request.get("prompt"))) is not None:
-        places, marks = marked(ids, secret=secret, salt=space)
+        places, marks = marked(ids, salt=space)
         return _made(len(ids), ids.tobytes(), places, marks, space, reuses, model)
     text = "\0".join(_texts(request)).encode("utf-8", "replace")[: MAX_TOKENS * TOKEN_BYTES]
     if not text:
         return Sketch(model=model)
     begins, words = word_ids(text)
-    numbers, marks = marked(words, secret=secret, salt=space)
+    numbers, marks = marked(words, salt=space)
     tokens = len(text) // TOKEN_BYTES
     return _made(tokens, text, begins[numbers] // TOKEN_BYTES, marks, space, reuses, model)
 
@@ -113,10 +111,10 @@ def word_ids(text: bytes) -> tuple[npt.NDArray[np.int64], TokenIds]:
     return starts, np.add.reduceat(mixed, starts).astype(np.uint32).view(np.int32)
 
 
-def _space(tenant: bytes, salt: str, secret: bytes) -> bytes:
+def _space(tenant: bytes, salt: str) -> bytes:
     """Separates tenants and salts. ``tenant`` is empty or has a fixed length, so no two pairs give
     the same result."""
-    digest = hashlib.blake2b(digest_size=16, key=secret[:_KEY_BYTES])
+    digest = hashlib.blake2b(digest_size=16)
     digest.update(len(tenant).to_bytes(1, "little") + tenant)
     digest.update(salt.encode("utf-8", "replace"))
     return digest.digest()

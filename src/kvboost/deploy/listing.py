@@ -64,8 +64,7 @@ async def _ask(state: RouteState, question: Forwarded, upstream: str) -> Whole |
 def _listed(
     state: RouteState, path: str, upstream: str, answer: Whole | ApiError | None
 ) -> models.Models | None:
-    """The models that an upstream lists. One that does not answer in time has listed it before,
-    perhaps."""
+    """The models that an upstream lists, or has listed before if it does not answer in time."""
     if answer is None:
         return state.upstreams.models[upstream] if path == models.PATH else None
     if isinstance(answer, ApiError) or answer.status != 200:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,40 +22,26 @@ class RouteMetrics:
 
     def __init__(self, router: Router, states: Callable[[], Mapping[str, str]]) -> None:
         self._registry = registry = CollectorRegistry()
-        self._responses = Counter(
+        counter = partial(Counter, registry=registry)
+        self._responses = counter(
             "kvboost_route_requests",
             "Requests by the upstream that answered them and the status; without an upstream the "
             "router answered",
             ["upstream", "status"],
-            registry=registry,
         )
-        self._routed = Counter(
-            "kvboost_route_decisions", "Requests by what decided", ["reason"], registry=registry
-        )
-        self._retries = Counter(
-            "kvboost_route_retries",
-            "Attempts after which a request was sent to another upstream",
-            ["upstream", "cause"],
-            registry=registry,
-        )
-        self._lost = Counter(
-            "kvboost_route_lost",
-            "Answers that an upstream did not finish",
-            ["upstream"],
-            registry=registry,
-        )
-        self._expected = Counter(
-            "kvboost_route_expected_tokens",
-            "Prompt tokens, estimated, by what the chosen upstream was expected to know of them",
-            ["kind"],
-            registry=registry,
-        )
-        self._reported = Counter(
+        told = "Requests by what decided"
+        self._routed = counter("kvboost_route_decisions", told, ["reason"])
+        told = "Attempts after which a request was sent to another upstream"
+        self._retries = counter("kvboost_route_retries", told, ["upstream", "cause"])
+        told = "Answers that an upstream did not finish"
+        self._lost = counter("kvboost_route_lost", told, ["upstream"])
+        told = "Prompt tokens, estimated, by what the chosen upstream was expected to know of them"
+        self._expected = counter("kvboost_route_expected_tokens", told, ["kind"])
+        self._reported = counter(
             "kvboost_route_reported_tokens",
             "Prompt tokens by what KVBoost's answers say was done with them; elsewhere includes "
             "moved tokens that were computed again",
             ["kind"],
-            registry=registry,
         )
         registry.register(_Upstreams(router, states))
         for reason in REASONS:
@@ -65,10 +52,8 @@ class RouteMetrics:
 
     def routed(self, choice: Choice) -> None:
         self._routed.labels(choice.reason).inc()
-        expected = choice.expected
-        self._expected.labels("beginning").inc(expected.beginning)
-        self._expected.labels("elsewhere").inc(expected.elsewhere)
-        self._expected.labels("new").inc(expected.new)
+        for kind in _REPORTED.values():
+            self._expected.labels(kind).inc(getattr(choice.expected, kind))
 
     def retry(self, upstream: str, cause: str) -> None:
         self._retries.labels(upstream, cause).inc()
@@ -108,17 +93,15 @@ class _Upstreams(Collector):
     def collect(self) -> Iterator[Metric]:
         states = self._states()
         for name, help_, value in (
-            ("upstream_up", "Whether an upstream takes requests", self._is_up),
+            ("upstream_up", "Whether an upstream takes requests", lambda one: states[one] == UP),
             ("open_requests", "Requests without a complete answer", self._router.open_requests),
-            ("known_tokens", "Tokens of text an upstream is thought to know", self._known),
+            (
+                "known_tokens",
+                "Tokens of text an upstream is thought to know",
+                lambda one: self._router.known(one).tokens,
+            ),
         ):
             gauge = GaugeMetricFamily(f"kvboost_route_{name}", help_, labels=["upstream"])
             for upstream in states:
-                gauge.add_metric([upstream], value(upstream))
+                gauge.add_metric([upstream], float(value(upstream)))
             yield gauge
-
-    def _is_up(self, upstream: str) -> float:
-        return float(self._states()[upstream] == UP)
-
-    def _known(self, upstream: str) -> float:
-        return float(self._router.known(upstream).tokens)

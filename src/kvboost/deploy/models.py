@@ -15,7 +15,6 @@ MAX_LIST = 1024**2
 """Bytes of an upstream's list."""
 MAX_SHOWN = 12
 """Names in one message."""
-
 Models = Mapping[str, str]
 """Names, and what an upstream says about each, as JSON."""
 
@@ -55,9 +54,5 @@ def shown_names(names: Iterable[str]) -> str:
 
 def not_served(model: str, lists: Iterable[Models | None]) -> ApiError:
     names = dict.fromkeys(name for models in lists for name in models or ())
-    return ApiError(
-        404,
-        f"no server has a model {shown(model)}; there is {shown_names(names)}",
-        code="model_not_found",
-        param="model",
-    )
+    said = f"no server has a model {shown(model)}; there is {shown_names(names)}"
+    return ApiError(404, said, "model_not_found", "model")

@@ -18,7 +18,6 @@ from kvboost.serve.http.bodies import receive_body
 from kvboost.serve.http.json_text import JsonBudget, JsonTextError
 
 RawHeaders = list[tuple[bytes, bytes]]
-
 UPSTREAM_HEADER = "x-kvboost-upstream"
 """Names the upstream that answered."""
 MAX_HEADERS = 256
@@ -67,13 +66,9 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
     method, path = request.method, request.scope["path"]
     raw: bytes = request.scope["raw_path"]
     check_target(method, raw)
-    if len(request.scope["headers"]) > MAX_HEADERS:
-        raise ApiError(
-            431,
-            f"the request has {len(request.scope['headers']):,} headers; at most {MAX_HEADERS} are "
-            "allowed",
-            code="headers_too_large",
-        )
+    if (number := len(request.scope["headers"])) > MAX_HEADERS:
+        said = f"the request has {number:,} headers; at most {MAX_HEADERS} are allowed"
+        raise ApiError(431, said, "headers_too_large")
     body = await receive_body(request, state.settings)
     query: bytes = request.scope["query_string"]
     target = raw + (b"?" + query if query else b"")
@@ -91,8 +86,7 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
 
 
 def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:
-    """The sketch of a request; nothing of a body that would take long to parse and that no server
-    of ours accepts."""
+    """The sketch of a request; nothing of a body that is too much for servers of ours."""
     try:
         JsonBudget().take(body)
     except JsonTextError:

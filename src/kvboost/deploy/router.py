@@ -36,8 +36,7 @@ it, and the memory of the others would stay empty."""
 LEAST_MEMORY = 16 * 1024
 """Tokens that are always remembered, however often an upstream has lost them."""
 LEAST_EVIDENCE = 256
-"""Tokens of a beginning that was expected and not found, or found, that say something about an
-upstream's cache."""
+"""Fewer tokens of an expected beginning, found or not, say nothing about an upstream's cache."""
 LEAST_HIT = 32
 """Tokens. Anything less is chance, and saves nothing."""
 
@@ -137,8 +136,7 @@ class Known:
         return len(self.marks) * MARK_TOKENS
 
     def learn(self, expected: int, found: int) -> None:
-        """Learns how much the upstream keeps: it had ``found`` tokens of a beginning of which we
-        expected ``expected``."""
+        """Learns how much the upstream keeps: ``found`` of ``expected`` tokens of a beginning."""
         if expected < LEAST_EVIDENCE:
             return
         limit = self.marks.limit * MARK_TOKENS

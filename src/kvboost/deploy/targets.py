@@ -17,7 +17,6 @@ from kvboost.serve.http.problems import shown
 FORWARDED = (b"/v1/", b"/api/")
 """The beginnings of paths that are sent on: OpenAI's and Anthropic's APIs, and Ollama's."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-
 _SAFE = r"A-Za-z0-9_~!$&'()*+,=:@.-"
 _ARRIVED = re.compile(rf"(?:/|[{_SAFE}]|%[0-9A-Fa-f]{{2}})*".encode())
 _DECODED = re.compile(rf"/(?:(?![. ]+(?:/|$))(?:[ {_SAFE}]|[^\x00-\x7f])+(?:/|$))*")
@@ -41,12 +40,9 @@ def is_plain(raw: bytes) -> bool:
 def check_target(method: str, raw: bytes) -> None:
     """Raises ApiError unless a request can be sent on. ``raw`` is its path as it arrived."""
     if method not in METHODS:
-        raise ApiError(
-            405,
-            f"the router does not forward {shown(method)}; it forwards {', '.join(METHODS)}",
-            code="method_not_allowed",
-            headers={"allow": ", ".join(METHODS)},
-        )
+        known = ", ".join(METHODS)
+        said = f"the router does not forward {shown(method)}; it forwards {known}"
+        raise ApiError(405, said, "method_not_allowed", headers={"allow": known})
     if not (is_plain(raw) and raw.startswith(FORWARDED)):
         raise not_plain(raw)
 

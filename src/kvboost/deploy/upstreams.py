@@ -36,8 +36,7 @@ _PATHS = ("/ready", "/health")
 
 
 def upstream_url(given: str) -> str:
-    """``given`` as the address of a server, with or without ``/v1`` at its end. Raises ConfigError
-    if it is not one."""
+    """``given``, without ``/v1``, as the address of a server. Raises ConfigError if it is none."""
     url = given.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(url)

@@ -1,57 +1,31 @@
 """The result of a request: text, tokens, times, and the source of every prompt row."""
 
-from kvboost.results.answer import (
-    AppliedEdit,
-    GenerationResult,
-    ParsedAnswer,
-    TokenLogprob,
-    ToolCall,
-)
-from kvboost.results.explanation import Divergence, Explanation, Part, Why
-from kvboost.results.healing import AnswerAudit, Healing, HealReport
-from kvboost.results.reports import (
-    LONGEST_ADAPTER_NAME,
-    AdapterInfo,
-    Arrangement,
-    Calibration,
-    CalibrationStep,
-    Pin,
-    Score,
-    VerificationReport,
-    kl_divergence,
-)
-from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport
-from kvboost.results.spans import Span, SpanKind
-from kvboost.results.timings import PHASES, Clock, Timings
-
-__all__ = [
-    "LONGEST_ADAPTER_NAME",
-    "PHASES",
-    "AdapterInfo",
-    "AnswerAudit",
-    "AppliedEdit",
-    "Arrangement",
-    "Calibration",
-    "CalibrationStep",
-    "Clock",
-    "Divergence",
-    "Explanation",
-    "GenerationResult",
-    "HealReport",
-    "Healing",
-    "MovedRows",
-    "ParsedAnswer",
-    "Part",
-    "Pin",
-    "PlanFacts",
-    "ReuseReport",
-    "Score",
-    "Span",
-    "SpanKind",
-    "Timings",
-    "TokenLogprob",
-    "ToolCall",
-    "VerificationReport",
-    "Why",
-    "kl_divergence",
-]
+from kvboost.results.answer import AppliedEdit as AppliedEdit
+from kvboost.results.answer import GenerationResult as GenerationResult
+from kvboost.results.answer import ParsedAnswer as ParsedAnswer
+from kvboost.results.answer import TokenLogprob as TokenLogprob
+from kvboost.results.answer import ToolCall as ToolCall
+from kvboost.results.explanation import Divergence as Divergence
+from kvboost.results.explanation import Explanation as Explanation
+from kvboost.results.explanation import Part as Part
+from kvboost.results.explanation import Why as Why
+from kvboost.results.healing import AnswerAudit as AnswerAudit
+from kvboost.results.healing import Healing as Healing
+from kvboost.results.healing import HealReport as HealReport
+from kvboost.results.reports import LONGEST_ADAPTER_NAME as LONGEST_ADAPTER_NAME
+from kvboost.results.reports import AdapterInfo as AdapterInfo
+from kvboost.results.reports import Arrangement as Arrangement
+from kvboost.results.reports import Calibration as Calibration
+from kvboost.results.reports import CalibrationStep as CalibrationStep
+from kvboost.results.reports import Pin as Pin
+from kvboost.results.reports import Score as Score
+from kvboost.results.reports import VerificationReport as VerificationReport
+from kvboost.results.reports import kl_divergence as kl_divergence
+from kvboost.results.reuse import MovedRows as MovedRows
+from kvboost.results.reuse import PlanFacts as PlanFacts
+from kvboost.results.reuse import ReuseReport as ReuseReport
+from kvboost.results.spans import Span as Span
+from kvboost.results.spans import SpanKind as SpanKind
+from kvboost.results.timings import PHASES as PHASES
+from kvboost.results.timings import Clock as Clock
+from kvboost.results.timings import Timings as Timings

@@ -74,8 +74,7 @@ class GenerationResult:
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Those of the prompt's tokens from the second on, if they were asked for: the first follows
-    nothing."""
+    """Those of the prompt's tokens from the second on, if they were asked for."""
     parsed: ParsedAnswer | None = None
     """The parts of an answer of ``chat``; None if there is only content."""
     applied_edits: tuple[AppliedEdit, ...] = ()
@@ -136,8 +135,7 @@ class GenerationResult:
 
     @property
     def moved_tokens(self) -> int:
-        """Rows whose text was read at another position; ``recomputed_tokens`` of them were
-        recomputed."""
+        """Rows whose text was read at another position, ``recomputed_tokens`` included."""
         return self.reuse.count(SpanKind.MOVED)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +17,7 @@ from kvboost.results.explanation import (
     duration,
 )
 from kvboost.results.reuse import MovedRows, PlanFacts, ReuseReport
-from kvboost.results.spans import Span, SpanKind
+from kvboost.results.spans import SpanKind
 
 Decode = Callable[[Sequence[int]], str]
 SHOWN_TOKENS = 48
@@ -61,16 +61,17 @@ def explain(
     *,
     other_salts: bool,
 ) -> Explanation:
-    """Explains how a prompt was served. With ``other_salts`` it also says which text is cached
-    under other salts."""
+    """Explains how a prompt was served; with ``other_salts``, also what other salts have cached."""
     facts = report.facts
     assert facts is not None  # every plan has some
-    donors = [_span_at(report.spans, one.start) for one in facts.moved]
+    ends = [span.end for span in report.spans]
+    donors = [report.spans[bisect_right(ends, one.start)] for one in facts.moved]
+    in_place = (SpanKind.EXACT, SpanKind.APPROXIMATE)
     traces = trace(
         facts.root,
         at=facts.at,
         row=facts.prefix,
-        path=[(one.donor, one.end) for one in report.spans if _is_in_place(one)],
+        path=[(one.donor, one.end) for one in report.spans if one.donor and one.kind in in_place],
         donors=[(one.donor, one.offset) for one in donors],
         elsewhere=facts.refusal in ("mode", "model") and facts.cacheable > 0,
         other_salts=other_salts,
@@ -83,14 +84,6 @@ def explain(
         report.notes,
         cells(report.spans, report.recomputed),
     )
-
-
-def _is_in_place(span: Span) -> bool:
-    return span.donor is not None and span.kind in (SpanKind.EXACT, SpanKind.APPROXIMATE)
-
-
-def _span_at(spans: Sequence[Span], row: int) -> Span:
-    return spans[bisect_left(spans, row + 1, key=lambda span: span.end)]
 
 
 def _reasons(
@@ -123,8 +116,7 @@ _REFUSALS = {"mode": Why.MODE, "model": Why.MODEL, "slower": Why.SLOWER, "": Why
 
 
 def _computed(facts: PlanFacts, traces: Traces, total: int) -> bytearray:
-    """For each row why it is computed, if it is, as a place in ``_REASONS``. What is painted later
-    counts more."""
+    """For each row why it would be computed, as a place in ``_REASONS``. The last reason counts."""
     painted = bytearray([_REASONS.index(Why.NEW)]) * total
 
     def paint(rows: Sequence[tuple[int, int]], why: Why) -> None:
@@ -148,20 +140,15 @@ def _computed(facts: PlanFacts, traces: Traces, total: int) -> bytearray:
     return painted
 
 
+@dataclass
 class _Writer:
     """Writes the parts of one explanation."""
 
-    def __init__(
-        self,
-        report: ReuseReport,
-        facts: PlanFacts,
-        traces: Traces,
-        token_ids: Sequence[int],
-        decode: Decode,
-    ) -> None:
-        self._report, self._facts, self._traces = report, facts, traces
-        self._ids, self._decode = token_ids, decode
-        self._runs = {run.start: number for number, run in enumerate(facts.moved)}
+    _report: ReuseReport
+    _facts: PlanFacts
+    _traces: Traces
+    _ids: Sequence[int]
+    _decode: Decode
 
     def part(self, start: int, end: int, kind: SpanKind, why: Why) -> Part:
         tiers = dict.fromkeys(
@@ -173,25 +160,14 @@ class _Writer:
         if why is not Why.MOVED:
             detail = self._detail(start, end, why)
             return Part(start, end, kind, why, detail, text, tiers=tuple(tiers))
-        number = self._runs[start]
-        run = self._facts.moved[number]
+        number, run = next(one for one in enumerate(self._facts.moved) if one[1].start == start)
         rows = self._report.recomputed
         recomputed = bisect_left(rows, end) - bisect_left(rows, start)
         then = self._traces.before[number] if self._traces.before else ()
-        return Part(
-            start,
-            end,
-            kind,
-            why,
-            _moved(run, recomputed),
-            text,
-            recomputed,
-            tuple(tiers),
-            run.distance,
-            round(run.rows_changed, 1),
-            self._decode(then) if then else None,
-            self._decode(self._ids[max(0, start - SHOWN_TOKENS) : start]),
-        )
+        before = self._decode(then) if then else None
+        now = self._decode(self._ids[max(0, start - SHOWN_TOKENS) : start])
+        facts = (tuple(tiers), run.distance, round(run.rows_changed, 1), before, now)
+        return Part(start, end, kind, why, _moved(run, recomputed), text, recomputed, *facts)
 
     def _detail(self, start: int, end: int, why: Why) -> str:
         facts, said = self._facts, MEANINGS[why]

@@ -27,8 +27,7 @@ class Healing:
     when it is idle, or on a GPU while the request answers. Changes until ``status`` is final."""
 
     approximate_tokens: int
-    """Rows of prompt and answer that were approximate when the answer ended, or when it became
-    exact."""
+    """Rows of prompt and answer that were approximate when the answer ended or became exact."""
     healed_tokens: int = 0
     """The number of them that became exact in the cache before ``status`` was final. They are the
     first ones, without gaps."""
@@ -37,8 +36,7 @@ class Healing:
     healed in place of this one); ``"dropped"`` (too many waited, or something was forgotten);
     ``"failed"``."""
     audit: AnswerAudit | None = None
-    """The distance of the answer from an exact one, once it has been healed; None unless ``status``
-    is ``"done"``."""
+    """The distance of the answer from an exact one; None unless ``status`` is ``"done"``."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class HealReport:
     tokens: int
     """The number of rows that became exact."""
     waiting: int
-    """The number of conversations and documents that are left: time ran out, or they were
-    interrupted."""
+    """The number of conversations and documents that are left."""
     readings: int = 0
     """The number of documents that were read after other text (``warm_later``)."""

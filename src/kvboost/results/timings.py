@@ -6,16 +6,8 @@ import time
 from dataclasses import dataclass
 
 PHASES = (
-    "tokenize",
-    "queue",
-    "plan",
-    "fetch",
-    "assemble",
-    "probe",
-    "repair",
-    "prefill",
-    "decode",
-    "admit",
+    *("tokenize", "queue", "plan", "fetch", "assemble"),
+    *("probe", "repair", "prefill", "decode", "admit"),
 )
 
 

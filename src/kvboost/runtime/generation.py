@@ -134,5 +134,6 @@ class Generation:
 
     def _look_up(self, *, ask_remote: bool = True) -> Lookup:
         """What is known of the prompt, until it is in place."""
-        planner = self._runtime.planner
-        return planner.lookup(self._request, self._live_end, ask_remote=ask_remote)
+        planner, state = self._runtime.planner, self._state
+        early, state.early = state.early, None
+        return planner.lookup(self._request, self._live_end, ask_remote=ask_remote, early=early)

@@ -31,6 +31,10 @@ from kvboost.runtime.streams import AnswerListener, AsyncTextStream, FutureAnswe
 
 T = TypeVar("T")
 
+LOOKED_UP_EARLY = 4
+"""Waiting requests that are looked up before their turn. Those after them would wait too long for
+what was found to hold."""
+
 
 @dataclass(frozen=True)
 class LoopStats:
@@ -98,10 +102,22 @@ class Loop:
         listener: AnswerListener,
         *,
         timeout: float | None = None,
-        bounded: bool = True,
     ) -> Job:
         """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
-        if the queue is ``bounded`` and full, ``ShuttingDownError`` while draining."""
+        if the queue is full, ``ShuttingDownError`` while draining. While others run, the caller's
+        thread looks up what is cached of the prompt, and the loop checks that it still holds."""
+        if self._scheduler.running and len(self._scheduler.waiting) < LOOKED_UP_EARLY:
+            state.early = self._runtime.planner.look_early(state.request)
+        return self._queue(state, listener, timeout)
+
+    def _queue(
+        self,
+        state: RequestState,
+        listener: AnswerListener,
+        timeout: float | None = None,
+        *,
+        bounded: bool = True,
+    ) -> Job:
         state.batched = True
         self._runtime.check_size(state.request)
         now = time.monotonic()
@@ -160,7 +176,7 @@ class Loop:
         try:
             with self._changed:  # the loop sees all of them at once, so the schedule is the same
                 for state, answer in zip(states, answers, strict=True):
-                    jobs.append(self.submit(state, answer, bounded=False))
+                    jobs.append(self._queue(state, answer, bounded=False))
             wait([answer.done for answer in answers])
         except BaseException:
             for job in jobs:

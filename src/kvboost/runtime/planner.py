@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows, MovedRun
 from kvboost.cache.store import ChunkStore
 from kvboost.config import GenerationMode
 from kvboost.model.loading.compat import Support
@@ -65,23 +65,47 @@ class Planner:
         self._moves = moves
         self._decode = decode
 
+    def look_early(self, request: Request) -> EarlyLookup | None:
+        """What is cached of a prompt that waits for its turn: see :meth:`ChunkStore.look_early`."""
+        if request.mode is GenerationMode.BASELINE:
+            return None
+        ids, moved_before = self._wanted(request, len(request.token_ids))
+        return self._store.look_early(
+            self._root(request), ids, moved_before=moved_before, repair=request.repair.name
+        )
+
     def lookup(
-        self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
+        self,
+        request: Request,
+        live_end: int,
+        *,
+        pin: bool = True,
+        ask_remote: bool = True,
+        early: EarlyLookup | None = None,
     ) -> Lookup:
         """The cached rows of the prompt before ``live_end``, except the last one, which is always
-        computed. The chunks are pinned until the lookup is closed."""
-        return Lookup(self._lookup(request, live_end, pin, ask_remote))
+        computed. The chunks are pinned until the lookup is closed. ``early``: what was cached when
+        the request arrived."""
+        return Lookup(self._lookup(request, live_end, pin, ask_remote, early))
+
+    def _wanted(self, request: Request, live_end: int) -> tuple[TokenIds, int]:
+        """The tokens that the cache may serve, and how many of them by moved text."""
+        ids = request.token_ids[: min(live_end - 1, self._cacheable(request))]
+        return ids, self._movable(request, live_end)
 
     @contextmanager
     def _lookup(
-        self, request: Request, live_end: int, pin: bool, ask_remote: bool
+        self,
+        request: Request,
+        live_end: int,
+        pin: bool,
+        ask_remote: bool,
+        early: EarlyLookup | None,
     ) -> Iterator[KnownRows]:
         if request.mode is GenerationMode.BASELINE:
             yield KnownRows()
             return
-        cacheable = self._cacheable(request)
-        ids = request.token_ids[: min(live_end - 1, cacheable)]
-        moved_before = self._movable(request, live_end)
+        ids, moved_before = self._wanted(request, live_end)
         root, images = self._root(request), request.images
         turns = images is not None and images.is_spatial
         with self._store.lookup(
@@ -91,6 +115,7 @@ class Planner:
             repair=request.repair.name,
             pin=pin,
             ask_remote=ask_remote,
+            early=early,
             edges=images.edges if images is not None and turns else (),
             lag_of=images.lag_of if images is not None and turns else None,
         ) as known:

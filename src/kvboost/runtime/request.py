@@ -20,6 +20,7 @@ from kvboost.tokens.hashing import PrefixHashes, TokenIds, prefix_hashes
 from kvboost.tokens.images import PlacedImages
 
 if TYPE_CHECKING:
+    from kvboost.cache.lookup.hits import EarlyLookup
     from kvboost.model.adapters.adapter import AppliedAdapter
     from kvboost.runtime.audit import TopTokens
     from kvboost.structured.grammars import Grammar
@@ -124,6 +125,8 @@ class RequestState:
     """Whether the rows may be kept for later requests."""
     new_chunks: int = 0
     """How many chunks the request has added to the store."""
+    early: EarlyLookup | None = None
+    """What was cached of its prompt when it arrived."""
     batched: bool = False
     """Whether the loop runs it, beside other requests that may share its rows."""
     turn: Turn = field(default_factory=Turn)

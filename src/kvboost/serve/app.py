@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -19,16 +20,10 @@ import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
-from kvboost.serve.errors import (
-    ApiError,
-    on_engine_error,
-    on_http_error,
-    on_invalid,
-    on_too_much,
-)
+from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid, on_too_much
 from kvboost.serve.http import openapi
 from kvboost.serve.http.application import Application
-from kvboost.serve.http.limits import Cors, HeadLimits, OpenRequests
+from kvboost.serve.http.limits import EXPOSED, HeadLimits, OpenRequests
 from kvboost.serve.http.middleware import RequestMiddleware
 from kvboost.serve.http.openapi import Router, errors
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -48,16 +43,13 @@ from kvboost.serve.schema import replies
 from kvboost.serve.server import Server, ServerState
 from kvboost.serve.settings import ServerSettings
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
-
 STATIC = Path(__file__).parent / "static"
 
 router = Router()
 metrics_router = APIRouter()
 
 
-def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: kvboost.KVBoost, settings: ServerSettings | None = None) -> FastAPI:
     """A server for ``engine``. When it stops, it waits for running answers and flushes the cache.
     The caller closes the engine."""
     settings = settings or ServerSettings()
@@ -106,7 +98,14 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)
     app.add_middleware(HeadLimits, settings=settings)
     if settings.cors_origins:
-        app.add_middleware(Cors, origins=settings.cors_origins)
+        # Keys are in a header, never in cookies, so pages may not send credentials.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
+            expose_headers=EXPOSED,
+        )
     app.add_middleware(RequestMiddleware, server=state)
     openapi.install(app, state)
     return app
@@ -123,11 +122,8 @@ async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
     Requests are answered meanwhile. 503 if it can answer none any more and must be started
     again."""
-    if server.engine.failure is not None:
-        return JSONResponse({"status": "failed"}, 503)
-    if server.documents.warming is None:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "warming", **_warming(server)})
+    status = 200 if server.engine.failure is None else 503
+    return JSONResponse(_hindrance(server) or {"status": "ok"}, status)
 
 
 @router.get("/ready", **_HEALTH)
@@ -136,11 +132,8 @@ async def ready(server: Server) -> Response:
     documents that it starts with, stops, or must be started again."""
     if server.draining:
         return JSONResponse({"status": "draining"}, 503)
-    if server.engine.failure is not None:
-        return JSONResponse({"status": "failed"}, 503)
-    if server.documents.warming is not None:
-        return JSONResponse({"status": "warming", **_warming(server)}, 503)
-    return JSONResponse({"status": "ready"})
+    hindrance = _hindrance(server)
+    return JSONResponse(hindrance or {"status": "ready"}, 503 if hindrance else 200)
 
 
 @metrics_router.get(
@@ -168,6 +161,10 @@ async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
 
-def _warming(server: ServerState) -> dict[str, int]:
-    done, total = server.documents.warming or (0, 0)
-    return {"warmed": done, "to_warm": total}
+def _hindrance(server: ServerState) -> dict[str, Any] | None:
+    """What keeps the server from being ready; None if nothing does."""
+    if server.engine.failure is not None:
+        return {"status": "failed"}
+    if (warming := server.documents.warming) is not None:
+        return {"status": "warming", "warmed": warming[0], "to_warm": warming[1]}
+    return None

@@ -35,8 +35,7 @@ class Tenant:
     """The beginning of all salts of this tenant; empty if the cache is shared."""
     is_admin: bool = True
     counts_as: str = ""
-    """The tenant's name for the scheduler. Empty without other tenants: the whole queue is its
-    own."""
+    """The tenant's name for the scheduler. Empty without other tenants."""
 
     def salt(self, cache_salt: str = "") -> str:
         """The engine's salt for this tenant's requests with ``cache_salt``. All roots have the same
@@ -57,19 +56,14 @@ class Keys:
     def load(self, settings: ServerSettings) -> None:
         """Replaces all keys by those of ``settings``."""
         marked = any(key.is_admin for key in settings.keys)
-        self._tenants = [
-            (
-                key.secret.encode(),
-                Tenant(
-                    key.name,
-                    key_hash(key),
-                    "" if settings.shared_cache else key_hash(key),
-                    key.is_admin or not marked,
-                    key.name if len(settings.keys) > 1 else "",
-                ),
-            )
-            for key in settings.keys
-        ]
+        tenants = []
+        for key in settings.keys:
+            root = "" if settings.shared_cache else key_hash(key)
+            counts_as = key.name if len(settings.keys) > 1 else ""
+            is_admin = key.is_admin or not marked
+            tenant = Tenant(key.name, key_hash(key), root, is_admin, counts_as)
+            tenants.append((key.secret.encode(), tenant))
+        self._tenants = tenants
 
     def tenant(self, authorization: str | None) -> Tenant:
         """The tenant of an ``Authorization`` header. Raises ApiError 401 if there is none."""
@@ -117,13 +111,11 @@ class AuthMiddleware:
             headers = dict(scope["headers"])
             try:
                 tenant = self._keys.tenant(_given_key(headers))
-                needs_admin = scope["path"].startswith(self._admin)
-                if scope["path"].startswith(TENANT_PATHS):
-                    needs_admin = False
+                path = scope["path"]
+                needs_admin = path.startswith(self._admin) and not path.startswith(TENANT_PATHS)
                 if needs_admin and not tenant.is_admin:
-                    raise ApiError(
-                        403, f"the key of {tenant.name!r} is not an administrator's", "not_admin"
-                    )
+                    said = f"the key of {tenant.name!r} is not an administrator's"
+                    raise ApiError(403, said, "not_admin")
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return

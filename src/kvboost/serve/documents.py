@@ -14,17 +14,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Place, Tenant
 from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -78,7 +76,7 @@ class Document:
 class Documents:
     """The documents of all tenants. For one event loop."""
 
-    def __init__(self, engine: KVBoost, settings: ServerSettings, keys: Keys) -> None:
+    def __init__(self, engine: kvboost.KVBoost, settings: ServerSettings, keys: Keys) -> None:
         self._engine = engine
         self._settings = settings
         self._keys = keys
@@ -90,8 +88,7 @@ class Documents:
 
     @property
     def warming(self) -> tuple[int, int] | None:
-        """How many of the documents that the server starts with are read, and how many there are;
-        None when all are."""
+        """How many documents of the settings are read, and how many there are; None after all."""
         return None if self._warmed == self._to_warm else (self._warmed, self._to_warm)
 
     async def start(self) -> None:
@@ -110,17 +107,10 @@ class Documents:
             await asyncio.gather(self._reader, return_exceptions=True)
 
     def add(
-        self,
-        tenant: Tenant,
-        cache_salt: str,
-        text: str,
-        tokens: int,
-        title: str | None = None,
-        *,
-        pin: bool = False,
+        self, tenant: Tenant, cache_salt: str, text: str, tokens: int, title: str | None = None
     ) -> Document:
         """Keeps a document and reads it in the background. The same document is kept once."""
-        made = _make(tenant.place(cache_salt), text, tokens, title, pin)
+        made = _make(tenant.place(cache_salt), text, tokens, title)
         found = self._documents.get((made.place, made.id))
         if found is not None and found.status != "failed":
             return found
@@ -133,13 +123,9 @@ class Documents:
         """Raises ApiError 404 if there is no such document at ``place``."""
         found = self._documents.get((place, document_id))
         if found is None:
-            raise ApiError(
-                404,
-                f"there is no document {shown(document_id)} under this key and cache_salt; POST "
-                "/kvboost/documents uploads one and returns its id",
-                "document_not_found",
-                "document_id",
-            )
+            said = f"there is no document {shown(document_id)} under this key and cache_salt"
+            said += "; POST /kvboost/documents uploads one and returns its id"
+            raise ApiError(404, said, "document_not_found", "document_id")
         return found
 
     def all(self, place: Place) -> list[Document]:
@@ -163,8 +149,7 @@ class Documents:
             await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=place.salt)
 
     def keep_only(self, owners: Collection[str]) -> None:
-        """Forgets the texts of all other tenants. Only documents that the server starts with are
-        pinned, and stay so."""
+        """Forgets the texts of all other tenants. What is pinned stays so."""
         for (place, document_id), document in list(self._documents.items()):
             if place.owner not in owners:
                 del self._documents[place, document_id]
@@ -179,13 +164,10 @@ class Documents:
         most, most_bytes = self._settings.max_documents, self._settings.max_document_bytes
         held, size = sum(one.size for one in own), new.size
         if len(own) >= most or held + size > most_bytes:
-            raise ApiError(
-                409,
-                f"the document has {size:,} bytes, and {len(own):,} documents with {held:,} bytes "
-                f"are kept; a key may keep {most:,} with {most_bytes:,} bytes: delete some",
-                "documents_full",
-                "text",
-            )
+            kept = f"{len(own):,} documents with {held:,} bytes are kept"
+            allowed = f"a key may keep {most:,} with {most_bytes:,} bytes: delete some"
+            said = f"the document has {size:,} bytes, and {kept}; {allowed}"
+            raise ApiError(409, said, "documents_full", "text")
 
     async def _read_all(self, groups: Sequence[Sequence[Tenant]]) -> None:
         for tenants in groups:
@@ -196,11 +178,10 @@ class Documents:
             await self._read(await self._unread.take())
 
     async def _warm(self, tenants: Sequence[Tenant], name: str, text: str) -> None:
-        """Reads a document that the server starts with for ``tenants``, whose salt is the same, and
-        says how it went."""
+        """Reads a document of the settings for ``tenants`` of one salt; says how it went."""
         try:
             ids = await asyncio.to_thread(self._engine.encode, text)
-            document = _make(tenants[0].place(), text, len(ids), None, self._settings.pin)
+            document = _make(tenants[0].place(), text, len(ids), pin=self._settings.pin)
             document.name = name
             for tenant in tenants:
                 self._documents.setdefault((tenant.place(), document.id), document)
@@ -288,18 +269,13 @@ class _Unread:
         return document
 
 
-def _make(place: Place, text: str, tokens: int, title: str | None, pin: bool) -> Document:
+def _make(
+    place: Place, text: str, tokens: int, title: str | None = None, pin: bool = False
+) -> Document:
     text = titled(text, title)
     digest = blake2b(text.encode(), digest_size=12, person=b"kvboost-doc")
-    return Document(
-        id=f"doc_{digest.hexdigest()}",
-        place=place,
-        title=title or None,
-        text=text,
-        tokens=tokens,
-        created=time.time(),
-        pin=pin,
-    )
+    number = f"doc_{digest.hexdigest()}"
+    return Document(number, place, title or None, text, tokens, time.time(), pin)
 
 
 def titled(text: str, title: str | None) -> str:

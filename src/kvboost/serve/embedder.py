@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+import kvboost
 from kvboost.serve.answers.prompts import beginning
 from kvboost.serve.errors import ApiError
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
 
 Vectors = npt.NDArray[np.float32]
 
@@ -31,7 +29,7 @@ class Encoder(Protocol):
 class Embedder:
     """Embeds the inputs of requests."""
 
-    def __init__(self, engine: KVBoost, own: EmbeddingModel | None) -> None:
+    def __init__(self, engine: kvboost.KVBoost, own: kvboost.EmbeddingModel | None) -> None:
         """``own`` is a model made for it; without one, the engine's model embeds."""
         self._engine = engine
         self._own = own
@@ -54,8 +52,7 @@ class Embedder:
         return self.truncate(encode(text), most)
 
     def truncate(self, ids: list[int], most: int | None) -> list[int]:
-        """The first ``most`` tokens. The last one is kept if it is a special token that ends every
-        text."""
+        """The first ``most`` tokens, the special token that ends every text included."""
         if most is None or len(ids) <= most:
             return ids
         return ids[:most] if self._own is None else [*ids[: most - 1], ids[-1]]
@@ -64,22 +61,13 @@ class Embedder:
         """Raises ApiError 400 if the model cannot embed some input."""
         for number, ids in enumerate(batch):
             if self.max_tokens is not None and len(ids) > self.max_tokens:
-                raise ApiError(
-                    400,
-                    f"input {number} has {len(ids):,} tokens or more; the model takes "
-                    f"{self.max_tokens:,}: "
-                    "split it, or set truncate_prompt_tokens to -1 (in Ollama's API: truncate to "
-                    "true)",
-                    "context_length_exceeded",
-                    "input",
-                )
-            if max(ids) >= self.vocab_size:
-                raise ApiError(
-                    400,
-                    f"input {number} has token id {max(ids):,}; the model has {self.vocab_size:,}",
-                    "invalid_value",
-                    "input",
-                )
+                said = f"input {number} has {len(ids):,} tokens or more; the model takes "
+                said += f"{self.max_tokens:,}: split it, or set truncate_prompt_tokens to -1 "
+                said += "(in Ollama's API: truncate to true)"
+                raise ApiError(400, said, "context_length_exceeded", "input")
+            if (last := max(ids)) >= self.vocab_size:
+                said = f"input {number} has token id {last:,}; the model has {self.vocab_size:,}"
+                raise ApiError(400, said, "invalid_value", "input")
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:
         """``[inputs, dimensions]``, each of length 1. Answers of other requests go on: each waits

@@ -22,7 +22,6 @@ from kvboost.serve.http.problems import describe, place, short, shown
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
-
 LONGEST_MESSAGE = 4096
 """Errors of the engine may repeat what was sent, such as a path."""
 
@@ -90,8 +89,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """The error in the form of the API that the request's path belongs to. The log finds it in
-        the request's state."""
+        """The error in the form of the API of the path. The log finds it in the state."""
         return _ErrorResponse(self)
 
     def line(self) -> str:
@@ -171,8 +169,7 @@ def timed_out(seconds: float | None) -> ApiError:
 
 
 def log_failure(error: BaseException, request_id: str, *, with_message: bool) -> None:
-    """Logs where a request failed. The message may contain a prompt, so it is logged only with
-    ``log_prompts``."""
+    """Logs where a request failed; its message, which may hold a prompt, only ``with_message``."""
     where = "".join(traceback.format_tb(error.__traceback__))
     what = f": {error}" if with_message else ""
     logger.error("%s failed with %s%s\n%s", request_id, type(error).__name__, what, where)
@@ -268,7 +265,7 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
         case "none_required":
             message = f"{param} is not supported by this server; leave it out"
             return ApiError(400, message, "unsupported_field", param)
-        case "too_many_fields" | "too_many_items":
+        case "too_many":
             message = f"{param or 'the body'} {first['msg']}"
             return ApiError(400, message, "invalid_value", param)
     same = (
@@ -288,8 +285,7 @@ def _option(message: str) -> str | None:
 
 
 def _printable(text: str) -> str:
-    """``text`` without halves of surrogate pairs: JSON can escape them, UTF-8 cannot encode
-    them."""
+    """``text`` without halves of surrogate pairs, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 

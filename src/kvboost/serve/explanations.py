@@ -53,13 +53,9 @@ class Explanations:
         own = self._by_owner.get(owner)
         found = None if own is None else own.get(answer_id)
         if found is None:
-            raise ApiError(
-                404,
-                f"there is no answer {shown(answer_id)} of this key; the last {MAX_ANSWERS} that "
-                "have ended can be explained, by the id that they have",
-                "answer_not_found",
-                "answer_id",
-            )
+            said = f"there is no answer {shown(answer_id)} of this key; the last {MAX_ANSWERS} that"
+            said += " have ended can be explained, by the id that they have"
+            raise ApiError(404, said, "answer_not_found", "answer_id")
         return found
 
     def all(self, owner: str) -> list[Answered]:
@@ -82,8 +78,7 @@ def _size(report: ReuseReport) -> int:
 
 
 def with_documents(explanation: Explanation, documents: Sequence[tuple[str, str]]) -> Explanation:
-    """``explanation`` with the names of ``documents`` (name and text) beside parts that were read
-    in them."""
+    """``explanation`` with the names of the ``documents`` (name and text) that hold its parts."""
 
     def document(text: str) -> str | None:
         for piece in text.split(" … "):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import kvboost
 from kvboost.errors import KVBoostError, PinError
 from kvboost.tokens.hashing import TokenIds
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 MAX_PINS = 1024
 
@@ -37,19 +34,16 @@ class KeptKV:
     """Pins beginnings of prompts for some seconds. Only rows that are cached already are pinned. If
     pins have no more room, the oldest of these are released. For one event loop."""
 
-    def __init__(self, engine: KVBoost, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: kvboost.KVBoost, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
         self._clock = clock
         self._kept: dict[str, _Kept] = {}
         """By key, the oldest first."""
 
     def keep(
-        self,
-        key: str,
-        token_ids: TokenIds,
-        salt: str,
-        seconds: float,
-        adapter: str | None = None,
+        self, key: str, token_ids: TokenIds, salt: str, seconds: float, adapter: str | None = None
     ) -> None:
         """Pins ``token_ids``, read with ``adapter``, for ``seconds``, under a key by which they can
         be released. Replaces pins of beginnings of the same text."""

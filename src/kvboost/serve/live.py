@@ -34,7 +34,7 @@ class LiveLog:
         found = []
         for choice, request_id in self._open.items():
             reuse = choice.result.reuse
-            if choice.num_tokens or not reuse.spans:  # it answers, or it waits in the queue
+            if choice.stream.num_tokens or not reuse.spans:  # it answers, or it waits in the queue
                 continue
             found.append(
                 {
@@ -42,7 +42,7 @@ class LiveLog:
                     "prompt_tokens": len(choice.prompt_ids),
                     "known_tokens": reuse.cached_tokens,
                     "moved_tokens": reuse.count(SpanKind.MOVED),
-                    "read_tokens": choice.num_rows,
+                    "read_tokens": choice.stream.num_rows,
                 }
             )
         return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
@@ -17,11 +18,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
+import kvboost
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -30,33 +29,26 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
 class Metrics:
     """The metrics of one server. Each has its own registry, so a process may have several."""
 
-    def __init__(self, engine: KVBoost) -> None:
+    def __init__(self, engine: kvboost.KVBoost) -> None:
         self._registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
         self._ttft = Times(
             "kvboost_ttft_seconds", "Time from a complete request to its first token", _FIRST
         )
         self._inter_token = Times(
             "kvboost_inter_token_seconds", "Time between two tokens of an answer", _NEXT
         )
-        prompt = Counter(
+        prompt = counter(
             "kvboost_prompt_tokens",
             "Prompt rows by source; moved: reused as cached, recomputed: moved and then computed "
             "again",
             ["source"],
-            registry=registry,
         )
-        self._generated = Counter("kvboost_generated_tokens", "Generated tokens", registry=registry)
-        self._answers = Counter(
-            "kvboost_answers", "Answers by finish reason", ["finish_reason"], registry=registry
-        )
-        self._responses = Counter(
-            "kvboost_responses", "HTTP responses by status", ["status"], registry=registry
-        )
-        self._ignored = Counter(
-            "kvboost_ignored_fields",
-            "Fields of requests that this server does not know and has left out",
-            registry=registry,
-        )
+        self._generated = counter("kvboost_generated_tokens", "Generated tokens")
+        self._answers = counter("kvboost_answers", "Answers by finish reason", ["finish_reason"])
+        self._responses = counter("kvboost_responses", "HTTP responses by status", ["status"])
+        told = "Fields of requests that this server does not know and has left out"
+        self._ignored = counter("kvboost_ignored_fields", told)
         for collector in (self._ttft, self._inter_token, _EngineCollector(engine)):
             registry.register(collector)
         sources = ("exact", "approximate", "moved", "recomputed", "computed")
@@ -180,7 +172,7 @@ _EVENTS = {
 class _EngineCollector(Collector):
     """Reads the engine's statistics whenever the metrics are read."""
 
-    def __init__(self, engine: KVBoost) -> None:
+    def __init__(self, engine: kvboost.KVBoost) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:

@@ -11,19 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
+import kvboost
 from kvboost.errors import ConfigError
 from kvboost.serve.app import create_app
 from kvboost.serve.http.connections import Connection, NetworkState
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings, check_certificate
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -52,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    engine: KVBoost,
+    engine: kvboost.KVBoost,
     settings: ServerSettings,
     listening: socket.socket,
     on_ready: Callable[[], None] = lambda: None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
+import kvboost
 from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
@@ -26,14 +27,13 @@ from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import RELOADABLE, ServerSettings
 
 if TYPE_CHECKING:
-    from kvboost import KVBoost
     from kvboost.serve.tracing import Tracing
 
 
 class ServerState:
     """One engine on the network."""
 
-    def __init__(self, engine: KVBoost, settings: ServerSettings) -> None:
+    def __init__(self, engine: kvboost.KVBoost, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         self.keys = Keys(settings)
@@ -144,7 +144,7 @@ def _check_name(name: str, names: tuple[str, ...]) -> None:
         raise ApiError(404, said, "model_not_found", "model")
 
 
-def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:
+def served_names(engine: kvboost.KVBoost, settings: ServerSettings) -> tuple[str, ...]:
     """The names that requests may use for the model. Our own answers use the first."""
     return settings.served_names or (_plain_name(engine.model_name),)
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
@@ -16,8 +17,7 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 from kvboost.tokens.hashing import TokenIds
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
+_UNPINNED = "the session's KV is not pinned"
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Sessions:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: kvboost.KVBoost,
         settings: ServerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,40 +71,27 @@ class Sessions:
         if so."""
         seconds = self._settings.session_seconds if ttl is None else ttl
         with self._renewing:
-            return self._renew(place, session_id, token_ids, seconds, adapter)
-
-    def _renew(
-        self,
-        place: Place,
-        session_id: str,
-        token_ids: TokenIds,
-        seconds: float,
-        adapter: str | None,
-    ) -> str | None:
-        now = self._clock()
-        live = self._live()
-        session = live.get((place, session_id))
-        if session is None:
-            own = sum(one.place.owner == place.owner for one in live.values())
-            if own >= self._settings.max_sessions:
-                return (
-                    f"the session's KV is not pinned: {own:,} sessions are open, as many as a key "
-                    "may have"
+            now = self._clock()
+            live = self._live()
+            session = live.get((place, session_id))
+            if session is None:
+                own = sum(one.place.owner == place.owner for one in live.values())
+                if own >= self._settings.max_sessions:
+                    return f"{_UNPINNED}: {own:,} sessions are open, as many as a key may have"
+                session = Session(session_id, place, time.time(), now)
+            try:
+                pin = self._engine.pin_cached(
+                    session.pin_name, token_ids, ttl=seconds, cache_salt=place.salt, adapter=adapter
                 )
-            session = Session(session_id, place, time.time(), now)
-        try:
-            pin = self._engine.pin_cached(
-                session.pin_name, token_ids, ttl=seconds, cache_salt=place.salt, adapter=adapter
-            )
-        except KVBoostError as error:
-            return f"the session's KV is not pinned: {error}"
-        if not pin.tokens:
-            return "the session's KV is not pinned: nothing of it is in the cache"
-        session.turns += 1
-        session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
-        with self._lock:
-            self._sessions[place, session_id] = session
-        return None
+            except KVBoostError as error:
+                return f"{_UNPINNED}: {error}"
+            if not pin.tokens:
+                return f"{_UNPINNED}: nothing of it is in the cache"
+            session.turns += 1
+            session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
+            with self._lock:
+                self._sessions[place, session_id] = session
+            return None
 
     def all(self, place: Place) -> list[dict[str, Any]]:
         return [self._describe(one) for one in self._live().values() if one.place == place]
@@ -132,13 +119,8 @@ class Sessions:
     def _find(self, place: Place, session_id: str) -> Session:
         found = self._live().get((place, session_id))
         if found is None:
-            raise ApiError(
-                404,
-                f"there is no session {shown(session_id)} under this key and cache_salt; it may "
-                "have expired",
-                "session_not_found",
-                "session_id",
-            )
+            said = f"there is no session {shown(session_id)} under this key and cache_salt"
+            raise ApiError(404, f"{said}; it may have expired", "session_not_found", "session_id")
         return found
 
     def _live(self) -> dict[tuple[Place, str], Session]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import kvboost
 from kvboost.config import (
     MOST_CONTEXTS,
     GenerationMode,
@@ -22,12 +22,8 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel
-
-
 METRICS = ("open", "key", "off")
-
+_LEAST = {"max_body_bytes": 1024, "max_header_bytes": 1024}
 RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
 """Settings that a running server can change. All others need a restart."""
 
@@ -101,8 +97,7 @@ class ServerSettings:
     """Requests to open paths (the page, metrics) that may be open at once. ``/health`` and
     ``/ready`` do not count."""
     max_connections: int = 768
-    """Connections that may be open at once. The default leaves room for other files under the usual
-    limit of 1,024."""
+    """Connections that may be open at once. 1,024 open files are a usual limit."""
     head_seconds: float = 10.0
     """Seconds from a new connection to the complete head of its request; 0 sets no limit."""
     body_seconds: float = 30.0
@@ -121,11 +116,10 @@ class ServerSettings:
     """Documents that are kept for one tenant."""
     max_document_bytes: int = 64 * 1024**2
     """Text of the documents that are kept for one tenant."""
-    embedding_model: EmbeddingModel | None = None
+    embedding_model: kvboost.EmbeddingModel | None = None
     """What makes embeddings. Default: the model that answers requests."""
     session_seconds: float = 600.0
-    """Seconds for which the KV of a session is pinned after each turn, unless a request says
-    otherwise."""
+    """Seconds for which a session's KV is pinned after a turn, unless a request says otherwise."""
     retention_seconds: float = 24 * 3600.0
     """The most seconds for which ``prompt_cache_retention`` keeps a conversation; 0: not at all."""
     max_sessions: int = 256
@@ -139,8 +133,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"
-    """Who may read ``/metrics``: anyone (``"open"``), an administrator's key (``"key"``), or no
-    one (``"off"``)."""
+    """Who may read ``/metrics``: ``"open"`` anyone, ``"key"`` administrators, ``"off"`` no one."""
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to (the ``Host`` header). Empty: any."""
@@ -165,28 +158,12 @@ class ServerSettings:
             raise ConfigError(
                 "metrics='key' needs API keys, but there are none; set some, or use 'open' or 'off'"
             )
-        for option in (
-            "default_max_tokens",
-            "max_requests",
-            "max_anonymous_requests",
-            "max_connections",
-            "max_documents",
-            "max_document_bytes",
-            "max_sessions",
-            "max_stored_responses",
-            "max_stored_bytes",
-        ):
-            whole(getattr(self, option), 1, option)
-        whole(self.max_body_bytes, 1024, "max_body_bytes")
-        whole(self.max_header_bytes, 1024, "max_header_bytes")
-        for option in (
-            *("head_seconds", "body_seconds", "write_seconds", "drain_seconds"),
-            *("stored_response_seconds", "retention_seconds"),
-        ):
-            at_least(getattr(self, option), 0.0, option)
-        if self.timeout is not None:
-            at_least(self.timeout, 0.0, "timeout")
-        at_least(self.session_seconds, 0.0, "session_seconds")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type == "int":
+                whole(value, _LEAST.get(one.name, 1), one.name)
+            elif one.type in ("float", "float | None") and value is not None:
+                at_least(value, 0.0, one.name)
         self._check_warm()
         for origin in self.cors_origins:
             check_origin(origin)
@@ -223,10 +200,7 @@ class ServerSettings:
         return (*always, "/metrics") if self.metrics == "key" else always
 
 
-TENANT_PATHS = (
-    *("/kvboost/documents", "/kvboost/files", "/kvboost/sessions"),
-    "/kvboost/explain",
-)
+TENANT_PATHS = (*("/kvboost/documents", "/kvboost/files", "/kvboost/sessions"), "/kvboost/explain")
 """The beginnings of paths below ``/kvboost/`` that every key may use: they show its own data."""
 
 
@@ -277,8 +251,7 @@ def _no_password() -> str:
 
 
 def check_collector(endpoint: str) -> None:
-    """Raises ConfigError unless ``endpoint`` is an address and the packages for traces are
-    installed."""
+    """Raises ConfigError unless ``endpoint`` is an address and traces' packages are there."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""The formats that a request may ask for, as grammars of llguidance: JSON text that the engine
-compiles."""
+"""The formats that a request may ask for, as grammars of llguidance: JSON text."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def grammar_for(options: Mapping[str, Any]) -> str | None:
 
 
 def json_grammar(schema: Mapping[str, Any] | type, *, lenient: bool = False) -> str:
-    """``lenient`` leaves out what the grammar cannot enforce; otherwise that is an error when the
-    grammar is compiled."""
+    """``lenient`` leaves out what cannot be enforced; else that is an error of the compiler."""
     if isinstance(schema, type):
         if not isinstance(schema, SchemaModel):
             raise ConfigError(
@@ -65,7 +63,8 @@ def json_grammar(schema: Mapping[str, Any] | type, *, lenient: bool = False) -> 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
     """``schema`` with what the compiler must know: how JSON is written."""
-    options = {**SEPARATORS, "lenient": lenient, **_own_options(schema)}
+    own = schema.get("x-guidance")
+    options = {**SEPARATORS, "lenient": lenient, **(own if isinstance(own, Mapping) else {})}
     try:
         copied: dict[str, Any] = json.loads(json.dumps({**schema, "x-guidance": options}))
     except (TypeError, ValueError) as error:
@@ -115,11 +114,6 @@ def after_reasoning(grammar: str, *, begun: bool) -> str:
 def literal(text: str) -> str:
     """``text`` as a string in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _own_options(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = schema.get("x-guidance", {})
-    return own if isinstance(own, Mapping) else {}
 
 
 def _wrapped(grammar: Mapping[str, Any]) -> str:

@@ -61,8 +61,7 @@ class Grammars:
         return found
 
     def of_format(self, options: Mapping[str, Any]) -> Grammar | None:
-        """The compiled grammar of the format in ``options``, which may be compiled already; None
-        if there is none."""
+        """The compiled grammar of the format in ``options``; None if there is none."""
         if isinstance(compiled := options.get("grammar"), Grammar):
             return compiled
         grammar = grammar_for(options)

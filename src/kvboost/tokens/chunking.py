@@ -17,10 +17,8 @@ from kvboost.tokens.hashing import TokenIds
 
 Interval = tuple[int, int]
 Decode = Callable[[Sequence[int]], str]
-
 SHORTEST_DOCUMENT = 8
 """A shorter document joins the next one: it would make too small a chunk."""
-
 _SENTENCE_END = re.compile(r"""[.!?…。！？]["'“”’»)\]}」』）】]*\s*\Z""")
 
 
@@ -63,7 +61,7 @@ class Cutter:
         markers: Sequence[str] = ("\n\n",),
     ) -> None:
         strategies: dict[str, Callable[[TokenIds], list[Interval]]] = {
-            "fixed": self._fixed,
+            "fixed": lambda token_ids: fixed(len(token_ids), chunk_size),
             "semantic": self._semantic,
             "document": self._document,
         }
@@ -84,9 +82,6 @@ class Cutter:
             for begin, stop in pairwise([0, *sorted(inside), len(token_ids)])
             for start, end in self._cut(token_ids[begin:stop])
         ]
-
-    def _fixed(self, token_ids: TokenIds) -> list[Interval]:
-        return fixed(len(token_ids), self._chunk_size)
 
     def _semantic(self, token_ids: TokenIds) -> list[Interval]:
         ends: list[int] = (np.flatnonzero(self._ends_sentence(token_ids)) + 1).tolist()
@@ -139,11 +134,7 @@ class _PerToken:
     """
 
     def __init__(
-        self,
-        decode: Decode,
-        vocab_size: int,
-        value: Callable[[str], object],
-        dtype: npt.DTypeLike,
+        self, decode: Decode, vocab_size: int, value: Callable[[str], object], dtype: npt.DTypeLike
     ) -> None:
         self._decode = decode
         self._value = value

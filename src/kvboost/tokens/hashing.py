@@ -18,7 +18,6 @@ import numpy.typing as npt
 ChunkKey = NewType("ChunkKey", str)
 TokenIds = npt.NDArray[np.int32]
 PrefixHashes = npt.NDArray[np.int64]
-
 HASHED_STEP = 32
 """Tokens from one of a text's ``prefix_hashes`` to the next."""
 _DIGEST_BYTES = 16
@@ -72,8 +71,7 @@ def common_prefix(left: TokenIds, right: TokenIds) -> int:
 
 
 def prefix_hashes(token_ids: TokenIds) -> PrefixHashes:
-    """A hash of the first ``HASHED_STEP`` tokens, one of twice as many, and so on. They differ from
-    process to process."""
+    """Hashes of the first ``HASHED_STEP`` tokens, of twice as many, and so on, in this process."""
     data, size = token_ids.tobytes(), HASHED_STEP * token_ids.itemsize
     hashes, last = [], 0
     for start in range(0, len(data) - size + 1, size):

@@ -23,7 +23,6 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 WINDOW = 32
 SPAN = 16
 SHARED = WINDOW + SPAN - 1
-
 _MARK_BYTES = 8
 
 

@@ -119,8 +119,7 @@ class StopMatcher:
 
 
 class AnswerText:
-    """The text of an answer that arrives token by token: up to a stop string, and without the
-    tokens that end it."""
+    """The text of an answer that arrives token by token, without what ends it."""
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class AnswerText:
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
     def _shows(self, token_id: int) -> bool:
-        """Whether the text of a token belongs to the answer. If special tokens are skipped, those
-        that end it have none."""
+        """Whether the text of a token belongs to the answer. Skipped special tokens have none."""
         if token_id in self._stop_ids:
             return self._includes_stop
         return token_id not in self._ends or self._skips

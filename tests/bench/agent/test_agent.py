@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvboost.bench.agent.made_up import Played, Row, figure, goals
+from kvboost.bench.agent.made_up import Played, Row, goals
 from kvboost.bench.agent.settings import Settings
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Option
@@ -63,11 +63,6 @@ def test_a_session_ends_when_its_time_is_up(
     )
     report = BENCHMARKS["agent"].perform(settings, Console(file=StringIO()))
     assert [len(session) for row in report["rows"] for session in row["sessions"]] == [2]
-
-
-def test_a_picture_has_a_panel_for_each_layout() -> None:
-    rows = [row(OURS, "append", 0.1, 0.4), row("vllm", "files", 0.3, 0.1)]
-    assert [axes.get_title() for axes in figure(rows, "a test").axes] == ["append", "files"]
 
 
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

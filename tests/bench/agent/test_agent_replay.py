@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvboost.bench.agent import replay
 from kvboost.bench.agent.checks import Check
-from kvboost.bench.agent.replay_report import Replayed, path_problems, replay_figure, show
+from kvboost.bench.agent.replay_report import Replayed, path_problems
 from kvboost.bench.agent.settings import Settings
 from kvboost.bench.agent.traced import Prompt, Traced
 from kvboost.bench.benchmarks import BENCHMARKS
@@ -225,23 +225,3 @@ def test_rows_computed_by_kvboost_inside_vllm_are_counted() -> None:
     assert [row.computed_tokens for row in found.rows("coder")] == [30]
     at_once = Replayed(replayed().sessions, answers, (), inside)
     assert [row.computed_tokens for row in at_once.rows("coder")] == [None]
-
-
-def test_the_picture_stacks_shares_and_compares_with_the_ideal() -> None:
-    found = replayed(kvboost={"exact": 10, "moved": 90, "recomputed": 9})
-    left, right = replay_figure(found, "a test").axes
-    assert sum(bar.get_height() for bar in left.patches) == pytest.approx(1.0)
-    assert [bar.get_height() for bar in right.patches] == [pytest.approx(0.1)]
-
-
-def test_checked_turns_say_how_many_actions_agreed() -> None:
-    checks = tuple(
-        Check("coder", line, moved, 0, 0.25, same_action=same, same_text=False)
-        for line, (moved, same) in enumerate(
-            ((9, True), (9, False), (9, True), (9, None), (0, True)), start=1
-        )
-    )
-    found = replayed(checks=checks, kvboost={"exact": 10, "moved": 90})
-    console = Console(width=100, record=True)
-    console.print(*show(found, {}, found.sessions, (), 1000))
-    assert "coder 5 4 0.2500 0.2500 2 of 3 0" in " ".join(console.export_text().split())

@@ -51,12 +51,6 @@ def test_an_answer_is_known_from_then_on() -> None:
     assert quoted.prefix_tokens == 0 and quoted.elsewhere_tokens == len(answer) - 1
 
 
-def test_an_answer_that_does_not_fit_is_left_out() -> None:
-    lines = [Request(1, "abc", "d"), Request(2, "abc", "de"), Request(3, "abcdef")]
-    found = trace_session(Session("coder", "one", lines), letters, 4).prompts
-    assert [one.answer for one in found] == ["d", ""]
-
-
 def test_requests_that_cannot_be_sent_are_counted() -> None:
     found = trace_session(session("abc", "", "abcdef", "abcd"), letters, 4)
     assert [one.text for one in found.prompts] == ["abc", "abcd"]

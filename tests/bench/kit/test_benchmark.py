@@ -74,12 +74,6 @@ def test_settings_are_checked_when_they_are_made(given, message: str) -> None:
         Example(**given)
 
 
-def test_options_come_from_the_fields_with_the_shared_ones_last() -> None:
-    assert list(options_of(Example)) == ["sizes", "share", "kind", "model", "device", "dtype"]
-    kind, told = options_of(Example)["sizes"]
-    assert kind == tuple[int, ...] and (told.help, told.flag) == ("Sizes.", "size")
-
-
 def test_the_quick_form_changes_what_is_not_given(example: Benchmark) -> None:
     assert example.settings(quick=True) == Example(sizes=(1,))
     assert example.settings(quick=True, sizes=(7,), kind="b") == Example(sizes=(7,), kind="b")

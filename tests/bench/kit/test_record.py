@@ -8,7 +8,6 @@ import pytest
 
 import kvboost
 from kvboost.bench.kit.goals import Goal
-from kvboost.bench.kit.machine import here
 from kvboost.bench.kit.record import append, code, record
 from kvboost.errors import ConfigError
 
@@ -43,8 +42,3 @@ def test_the_commit_is_that_of_the_checkout() -> None:
         assert commit is None
     else:
         assert commit is not None and commit.rstrip("+") == done.stdout.strip()
-
-
-def test_this_machine_has_a_name() -> None:
-    machine = here()
-    assert machine["cpu"] and machine["cores"] >= 1 and "dtype" not in machine

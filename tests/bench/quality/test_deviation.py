@@ -9,7 +9,7 @@ from kvboost.bench.quality.asked import EXACT
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure, run
 from kvboost.bench.quality.noise import NOISE_KINDS
 from kvboost.bench.quality.rows import Row, append_rows, load_rows
-from kvboost.bench.quality.summary import Summary, pool, quality_figure, quality_tables, summarize
+from kvboost.bench.quality.summary import pool, quality_tables, summarize
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
 from support.tiny import byte_tokenizer, tiny_model
@@ -66,11 +66,6 @@ def test_recomputing_everything_deviates_by_nothing_and_is_charged_in_full(rows)
     share = {row.donor: row.recomputed_layer_tokens / row.dense_layer_tokens for row in everything}
     assert 0.5 < share["header"] < 0.8 and 0.9 < share["reordered"] <= 1
     assert all(row.kl > 1e-6 and row.charged_share == 0 for row in rows if row.strategy == "none")
-
-
-def test_less_is_computed_without_repair(rows) -> None:
-    rates = {(one.donor, one.strategy, one.ratio): one.hit_rate for one in summarize(rows)}
-    assert rates["header", "none", 0.0] > rates["header", "auto", 0.2]
 
 
 def test_fewer_bits_deviate_more_and_sixteen_not_at_all(loaded: LoadedModel) -> None:
@@ -156,35 +151,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert "| gap recovered, KL | layer-tokens | of | KV | TTFT, ms | in full |" in table
 
 
-def summary() -> Summary:
-    rows = [
-        Row(
-            *(f"q{kl}", "header", "auto", 0.15, kl, 1.0 - kl, first, 0.5, 0.4, 0.5, 0.17),
-            ttft_ms=50.0,
-            recomputed_layer_tokens=6000,
-            dense_layer_tokens=28_800,
-            kv_bytes=3 << 19,
-        )
-        for kl, first in ((0.1, None), (0.3, 4))
-    ]
-    (found,) = summarize(rows)
-    return found
-
-
-def test_quality_is_shown_by_donor_strategy_and_ratio() -> None:
-    one = summary()
-    assert (one.mean_kl, one.same_text, one.first_difference) == (0.2, 0.5, 4)
-    assert one.p90_kl == pytest.approx(0.28) and one.is_within(0.0)
-    assert (one.gap_f1, one.gap_kl, one.answered) == (None, None, 0)
-    console = Console(width=80, record=True)
-    console.print(*quality_tables([one], describe_donor, 0.03))
-    shown = console.export_text()
-    parts = ("after the chat template's header (2 questions)", "15%", "17.0%", "0.2000")
-    for part in (*parts, "6,000 28,800 1.5MiB 50     100"):
-        assert part in shown
-    assert "…" not in shown.replace("…+", "")  # nothing is cut off
-
-
 def test_the_gap_and_the_margin_are_those_of_the_answers() -> None:
     rows = [
         Row(
@@ -198,8 +164,3 @@ def test_the_gap_and_the_margin_are_those_of_the_answers() -> None:
     assert one.gap_f1 == pytest.approx((0.65 - 0.2) / 0.6) and one.gap_kl == pytest.approx(0.75)
     assert one.answered == 2 and one.answered_f1 == pytest.approx(0.65)
     assert one.is_within(0.31) and not one.is_within(0.3)
-
-
-def test_the_picture_has_a_panel_per_donor() -> None:
-    (axes,) = quality_figure([summary()], "x").axes
-    assert axes.get_title() == "header" and len(axes.lines) == 1

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvboost.bench.quality.deviation import Settings, describe_donor, measure
-from kvboost.bench.quality.long_summary import BesideFloor, Both, LongSummary, Mean
+from kvboost.bench.quality.long_summary import LongSummary
 from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, LongAnswer, Row, append_rows, load_rows
@@ -159,9 +159,3 @@ def test_short_questions_have_no_long_answer(loaded: LoadedModel) -> None:
     questions = make_questions(1, num_passages=3, words_per_passage=60)
     ((one,),) = measure(loaded, questions, settings)
     assert one.long is None and one.f1 is not None
-
-
-def test_what_cannot_be_said_of_any_answer_is_not_said() -> None:
-    assert Both.of([(None, True), (True, None)]) is None
-    assert Both.of([(True, False)]) == Both(1.0, 0.0, Mean(1.0, 1.0, 1.0, 1))
-    assert BesideFloor.__doc__

@@ -16,8 +16,8 @@ from kvboost.bench.peers.process import Running
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.bench.serve.clients import Answer
 from kvboost.bench.serve.costs import Costs, watched
-from kvboost.bench.serve.report import cut_short, inequalities, serve_figure, tables
-from kvboost.bench.serve.run import Settings, rotated, run
+from kvboost.bench.serve.report import cut_short, inequalities, tables
+from kvboost.bench.serve.run import Settings, run
 from kvboost.bench.serve.stats import Round, Row, goals
 from kvboost.errors import ConfigError, KVBoostError
 from support import fake_openai
@@ -66,14 +66,6 @@ def row(system: str, name: str, ttft_s: Sequence[float], at_once: int = 1, users
     """A round for each time to first token, of ``at_once`` requests at once."""
     rounds = [Round.of([answered(one)] * at_once, Costs()) for one in ttft_s]
     return Row.of(system, name, users, rounds)
-
-
-def test_a_row_holds_medians_over_rounds() -> None:
-    assert row("vllm", "rag", [0.1, 0.9, 0.2]).median.ttft_p50_ms == pytest.approx(200)
-    said = row("vllm", "rag", [0.1, 0.9, 0.2]).as_json([])
-    assert said["ttft_p50_ms"] == pytest.approx(200)
-    assert said["loop_cpu_ms"] is None and said["rate_of_rival"] is None
-    assert len(said["rounds"]) == 3  # type: ignore[arg-type]
 
 
 def test_rates_are_compared_with_the_rival_round_by_round() -> None:
@@ -139,17 +131,6 @@ def test_systems_that_did_not_have_the_same_work_are_named() -> None:
     ]
     assert "; 1 were sent" in next(cut_short(rows, requests=2))
     assert list(cut_short(rows, requests=1)) == []
-
-
-def test_a_picture_is_drawn_even_if_a_system_lacks_a_workload() -> None:
-    rows = [row("vllm", "rag", [0.1]), row(OURS, "rag", [0.2]), row(OURS, "chat", [0.2])]
-    times, rates = serve_figure(rows, "a test").axes
-    assert len(times.patches) == len(rates.patches) == 3
-
-
-def test_each_round_another_system_comes_first() -> None:
-    assert rotated(["a", "b", "c"], 0) == ["a", "b", "c"]
-    assert rotated(["a", "b", "c"], 4) == ["b", "c", "a"]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.bench.texts.agent import FILE_TOKENS, LAYOUTS, SCRIPT, TOOLS, Session
+from kvboost.bench.texts.agent import LAYOUTS, SCRIPT, TOOLS, Session
 
 
 def session(layout: str, turns: int = 20, seed: str = "0") -> Session:
@@ -32,19 +32,3 @@ def test_open_files_are_inserted_and_changed_before_the_history() -> None:
         changes = done.tool in ("read", "edit")
         assert (now[1] != before[1]) == changes
         assert all(text in now[1]["content"] for _, text in done.files)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_file_that_was_read_is_in_the_prompt(layout: str) -> None:
-    one = session(layout, 40)
-    read = [turn.files[-1] for turn in one.turns if turn.tool == "read"]
-    assert len({name for name, _ in read}) == len(read) == SCRIPT.count("read") * 2
-    assert all(len(text.split()) >= FILE_TOKENS for _, text in read[:3])
-    said = "".join(message["content"] for message in one.messages(["call"] * 40))
-    assert all(f"# {name}" in said for name, _ in read)
-
-
-def test_an_answer_is_a_call_of_the_turns_tool() -> None:
-    for turn in session("append", 5).turns:
-        assert turn.schema["properties"]["name"] == {"const": turn.tool}
-        assert turn.schema["properties"]["arguments"]["required"] == list(TOOLS[turn.tool][1])

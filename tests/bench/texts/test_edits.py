@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-
-from kvboost.bench.texts.edits import CONTEXT_CHARACTERS, EDITS, code_edit, words_as_tokens
+from kvboost.bench.texts.edits import EDITS, code_edit, words_as_tokens
 
 
 def test_an_answer_is_the_code_with_one_name_changed() -> None:
@@ -16,12 +14,3 @@ def test_an_answer_is_the_code_with_one_name_changed() -> None:
         asked_for = words_as_tokens([f" {new}", edit.question, edit.answer], 100)
         assert asked_for[2].count(100) > 0, "the new name"
         assert len(set(edited) - set(words)) <= 4, "nearly all words can be drafted"
-
-
-def test_an_edit_is_shown_in_its_file_and_still_parses() -> None:
-    for edit in EDITS:
-        shown = edit.in_file(1000)
-        assert edit.code.strip().splitlines()[-1] in shown
-        assert shown.index(edit.code.splitlines()[0].strip()) <= CONTEXT_CHARACTERS
-        assert edit.edited.startswith(edit.first_line)
-        ast.parse(edit.edited)

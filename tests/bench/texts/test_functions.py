@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvboost.bench.texts.functions import beginning, files_before, functions, imports, source_of
+from kvboost.bench.texts.functions import files_before, functions, imports, source_of
 
 MEDIAN = next(one for one in functions("statistics") if one.name == "median")
 
@@ -27,15 +27,3 @@ def test_what_stands_before_a_function_is_its_file_and_what_that_imports() -> No
     assert paths[3:] == ["statistics.py"] * 3
     assert [path.removesuffix(".py") for path in paths[:3]] == list(imports("statistics")[:3])
     assert not any("data = sorted(data)" in one for one in files)
-
-
-def test_a_file_with_few_imports_stands_among_other_files() -> None:
-    first = functions("textwrap")[0]
-    files = files_before(first, 8, 400)
-    assert len(set(files)) == 8
-
-
-def test_modules_without_source_are_left_out() -> None:
-    assert source_of("math") is None and source_of("no_such_module") is None
-    assert "math" not in imports("statistics") and "sys" not in imports("statistics")
-    assert beginning("numbers", 100).startswith("# file: numbers.py\n#")

@@ -23,11 +23,6 @@ def test_passages_are_many_and_differ() -> None:
     assert sum(map(len, texts)) > 1_000_000
 
 
-def test_patterns_differ_from_their_first_chunk_on() -> None:
-    beginnings = [tuple(pattern.shared(ENCODE, 128)) for pattern in PATTERNS.values()]
-    assert len(set(beginnings)) == len(PATTERNS)
-
-
 def test_what_a_tokenizer_puts_before_every_text_is_left_out() -> None:
     with_bos = fragments(lambda text: [2, *ENCODE(text)])
     assert with_bos("hello") == fragments(ENCODE)("hello") == ENCODE("hello")

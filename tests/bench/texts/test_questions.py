@@ -6,7 +6,6 @@ import re
 import pytest
 
 from kvboost.bench.texts.questions import (
-    MAX_PASSAGES,
     Question,
     make_questions,
     read_passages,
@@ -39,15 +38,10 @@ def holders(question: Question, text: str) -> list[int]:
 
 
 def test_a_passage_is_its_title_and_its_text(tmp_path) -> None:
-    assert read_questions(write(tmp_path, ROW)) == [
-        Question("Who?", ("Ada", "Ada Lovelace"), ("Engines\nAda wrote.", "Rain fell."))
+    row = {**ROW, "passages": [*ROW["passages"], {"text": "x"}, {"title": None, "text": "y"}]}
+    assert read_questions(write(tmp_path, row)) == [
+        Question("Who?", ("Ada", "Ada Lovelace"), ("Engines\nAda wrote.", "Rain fell.", "x", "y"))
     ]
-
-
-@pytest.mark.parametrize("passage", [{"text": "x"}, {"title": None, "text": "x"}])
-def test_a_passage_needs_no_title(tmp_path, passage) -> None:
-    (question,) = read_questions(write(tmp_path, {**ROW, "passages": [passage]}))
-    assert question.passages == ("x",)
 
 
 def test_a_file_of_kvsharearena_is_read(tmp_path) -> None:
@@ -108,24 +102,16 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path) -> None:
         read_questions(path)
 
 
-def test_a_missing_file_is_named(tmp_path) -> None:
+def test_a_file_without_questions_or_none_at_all_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl cannot be read \(No such file"):
         read_questions(tmp_path / "nowhere.jsonl")
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_a_file_without_questions_is_refused(tmp_path, content) -> None:
     with pytest.raises(ConfigError, match="holds no questions"):
-        read_questions(write(tmp_path, content))
+        read_questions(write(tmp_path, "", ""))
 
 
 def test_made_questions_are_the_same_for_a_seed_and_differ_between_seeds() -> None:
-    assert make_questions(6, seed=3) == make_questions(6, seed=3)
+    assert make_questions(6, seed=3) == make_questions(9, seed=3)[:6]
     assert not set(make_questions(6, seed=3)) & set(make_questions(6, seed=4))
-
-
-def test_fewer_made_questions_are_the_first_of_more() -> None:
-    assert make_questions(5) == MADE[:5]
 
 
 def test_an_answer_stands_in_one_passage_and_in_no_title() -> None:
@@ -133,16 +119,13 @@ def test_an_answer_stands_in_one_passage_and_in_no_title() -> None:
         (answer,) = question.answers
         assert len(holders(question, answer)) == 1
         assert sum(sentence.count(answer) for sentence in sentences(question)) == 1
+        assert len(set(sentences(question))) == len(sentences(question))
 
 
 def test_an_even_question_asks_for_the_value_of_a_key() -> None:
     for question in MADE[::2]:
         key = question.question.removeprefix("What is the ").removesuffix("?")
         assert f"The {key} is {question.answers[0]}." in sentences(question)
-
-
-def test_keys_and_their_values_are_unique_within_a_question() -> None:
-    for question in MADE[::2]:
         facts = re.findall(r"The ([\w ]+ of the \w+ \w+) is (\d{5})\.", " ".join(question.passages))
         assert len(facts) == 3 * len(question.passages)
         assert len({key for key, _ in facts}) == len({value for _, value in facts}) == len(facts)
@@ -156,29 +139,15 @@ def test_an_odd_question_leads_over_a_person_from_one_passage_to_another() -> No
         (second,) = [sentence for sentence in sentences(question) if sentence.startswith(person)]
         assert second.endswith(f"in the town of {question.answers[0]}.")
         assert not set(holders(question, first)) & set(holders(question, second))
+        assert not re.search(r"\d", str(question))  # every number is a fact
 
 
-def test_no_sentence_comes_twice_in_a_question() -> None:
-    for question in MADE:
-        assert len(set(sentences(question))) == len(sentences(question))
-
-
-def test_filler_has_no_digits_so_that_every_number_is_a_fact() -> None:
-    numbers = [number for question in MADE[1::2] for number in re.findall(r"\d", str(question))]
-    assert numbers == []
-
-
-@pytest.mark.parametrize("num_words", [60, 150, 400])
+@pytest.mark.parametrize("num_words", [60, 400])
 def test_passages_have_the_length_asked_for(num_words) -> None:
     for question in make_questions(2, num_passages=3, words_per_passage=num_words):
         lengths = [len(passage.split("\n")[1].split()) for passage in question.passages]
         assert len(lengths) == 3
         assert all(num_words <= length < num_words + 30 for length in lengths)
-
-
-def test_names_last_for_the_most_passages() -> None:
-    for question in make_questions(2, num_passages=MAX_PASSAGES, words_per_passage=60):
-        assert len(set(question.passages)) == MAX_PASSAGES
 
 
 @pytest.mark.parametrize(

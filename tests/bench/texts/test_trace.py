@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.texts.trace import choose_sessions, read_trace, spread
+from kvboost.bench.texts.trace import choose_sessions, read_trace
 from kvboost.errors import ConfigError
 
 
@@ -24,14 +24,10 @@ def write(path: Path, *lines: str) -> Path:
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_requests_of_a_session_stay_in_order_though_sessions_mix(tmp_path: Path, name: str) -> None:
     lines = (row("a", "one", turn=0), row("b", "x"), "", row("a", "two", turn=3, output="said"))
-    first, second = read_trace(write(tmp_path / name, *lines))
+    lines += (row("a", "of another kind", "clerk"),)
+    first, second, _ = read_trace(write(tmp_path / name, *lines))
     assert [(one.line, one.text) for one in first.requests] == [(1, "one"), (4, "two")]
     assert [one.text for one in second.requests] == ["x"]
-
-
-def test_sessions_of_two_kinds_with_one_name_are_two(tmp_path: Path) -> None:
-    lines = row("1", "x", "coder"), row("1", "y", "clerk")
-    assert len(read_trace(write(tmp_path / "t", *lines))) == 2
 
 
 def test_sessions_are_spread_over_the_kinds(tmp_path: Path) -> None:
@@ -43,10 +39,6 @@ def test_sessions_are_spread_over_the_kinds(tmp_path: Path) -> None:
     assert [one.name for one in choose_sessions(sessions, ("p",))] == ["a", "b", "c"]
     with pytest.raises(ConfigError, match=r"kind='z': the trace has p, q"):
         choose_sessions(sessions, ("z",))
-
-
-def test_groups_of_other_lengths_are_spread() -> None:
-    assert spread([[1, 2, 3], [], [4]]) == [1, 4, 2, 3]
 
 
 @pytest.mark.parametrize(

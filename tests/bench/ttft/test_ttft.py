@@ -18,13 +18,7 @@ from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.setting import Setting
 from kvboost.bench.texts.prompts import Unread
 from kvboost.bench.ttft import report
-from kvboost.bench.ttft.chat import (
-    ANSWER_TOKENS,
-    QUESTION_TOKENS,
-    Chat,
-    conversation,
-    measure_chat,
-)
+from kvboost.bench.ttft.chat import ANSWER_TOKENS, QUESTION_TOKENS, Chat, conversation, measure_chat
 from kvboost.bench.ttft.patterns import (
     CONTENDERS,
     TTFT,
@@ -41,7 +35,6 @@ from kvboost.bench.ttft.report import (
     faster_than_stock,
     faster_together,
     flat_chat,
-    ttft_figure,
 )
 from kvboost.bench.ttft.run import Settings, run
 from kvboost.cli import app
@@ -124,14 +117,6 @@ def test_break_evens_compare_with_the_same_engine() -> None:
     ]
 
 
-def test_unread_text_comes_once() -> None:
-    unread = Unread(encode)
-    first, second = unread.take(500), unread.take(700)
-    assert Unread(encode).take(1_200) == first + second
-    with pytest.raises(ValueError, match="unread text"):
-        unread.take(1 << 40)
-
-
 def test_every_turn_continues_the_one_before() -> None:
     unread = Unread(encode)
     one, other = (conversation(encode, unread, number, 100, 4) for number in (0, 1))
@@ -139,6 +124,8 @@ def test_every_turn_continues_the_one_before() -> None:
     for before, after in pairwise(one):
         assert after[: len(before)] == before
         assert len(after) - len(before) == QUESTION_TOKENS + ANSWER_TOKENS
+    with pytest.raises(ValueError, match="unread text"):
+        unread.take(1 << 40)
 
 
 def test_a_conversation_is_timed_by_turns(crew: Contenders) -> None:
@@ -237,20 +224,6 @@ def test_a_chat_is_flat_if_both_kinds_of_reuse_are() -> None:
     assert flat_chat(chat(120, 129)).met is True
     assert flat_chat(chat(120, 131)).met is False
     assert flat_chat(chat(100, 100, turns=4)).met is None
-
-
-POINTS = [TTFT("rag", n, 32, *(ms(n / at) for at in range(1, 6))) for n in (100, 800)]
-ROWS = [peer("kvboost", 256, 50), peer("vllm", 256, 60), peer("vllm", 512, 65)]
-
-
-def test_a_panel_each_for_ours_and_for_engines_on_log_axes() -> None:
-    ours, engines, reordered = ttft_figure(POINTS, ROWS, "TTFT").axes
-    assert len(reordered.lines) == 2
-    assert (ours.get_xscale(), engines.get_yscale()) == ("log", "log")
-    assert len(ours.lines) == len(CONTENDERS)
-    styles = {line.get_label(): line.get_linestyle() for line in engines.lines}
-    assert (styles["vllm"], styles["_vllm, cold"]) == ("-", "--")
-    assert len(ttft_figure(POINTS, [], "TTFT").axes) == 1
 
 
 @pytest.mark.parametrize(

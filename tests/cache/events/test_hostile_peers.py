@@ -86,21 +86,6 @@ def test_a_subscriber_that_never_reads_keeps_few_messages_waiting(
         assert received < 2 * MAX_UNSENT  # some more are in the buffers of the system
 
 
-def test_a_client_that_takes_nothing_does_not_hold_up_another(
-    sender: Sender, settings: KVEvents
-) -> None:
-    for _ in range(500):
-        sender.send(events(20_000))
-    with (
-        connected(zmq.DEALER, settings.replay_endpoint, RCVHWM=1) as stalled,
-        connected(zmq.DEALER, settings.replay_endpoint) as honest,
-    ):
-        for _ in range(50):
-            ask(stalled, 0)
-        ask(honest, 100)
-        assert answered(sender, honest) == list(range(100, 500))
-
-
 def test_all_clients_get_everything(sender: Sender, settings: KVEvents) -> None:
     """More than are answered at a time, and more messages than wait for one."""
     for _ in range(100):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 import torch
 import zmq
 
 from kvboost import ConfigError, KVEvents
 from kvboost.cache.events.publisher import EventPublisher
-from kvboost.cache.events.replays import END_OF_REPLAY
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -158,30 +156,6 @@ def test_missed_messages_can_be_asked_for(open_store: Open, tmp_path) -> None:
     asking.send(last)
     asking.setsockopt(zmq.RCVTIMEO, 20_000)
     assert asking.recv_multipart() == [b"kv", last, router.payloads[-1]]
-    asking.close(0)
-
-
-def test_all_messages_can_be_asked_for(open_store: Open, tmp_path) -> None:
-    replay = f"ipc://{tmp_path}/replay"
-    published, router = open_store(replay_endpoint=replay)
-    for start in (0, 100, 200):
-        published.admit(range(start, start + 8))
-        router.listen_until(
-            lambda router, start=start: tuple(range(start, start + 4)) in router.texts
-        )
-    asking = zmq.Context.instance().socket(zmq.DEALER)
-    asking.setsockopt(zmq.RCVTIMEO, 20_000)
-    asking.connect(replay)
-    asking.send_multipart([b"", b"too short"])  # ignored
-    asking.send_multipart([b"", (0).to_bytes(8, "big")])
-    numbers = []
-    while True:
-        _, _, number, payload = asking.recv_multipart()
-        if number == END_OF_REPLAY:
-            break
-        numbers.append(int.from_bytes(number, "big"))
-        assert msgspec.msgpack.decode(payload)[1]
-    assert numbers == list(range(numbers[-1] + 1)) and numbers[-1] == router.numbers[-1]
     asking.close(0)
 
 

@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ import torch
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers import files
-from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
-from kvboost.cache.tiers.quarantine import MOST_QUARANTINED
+from kvboost.cache.tiers.disk import DiskTier
 from kvboost.errors import CacheFolderError
 from support.chunks import make_chunk
 
@@ -31,8 +29,7 @@ def file_of(tier: DiskTier, chunk: KVChunk) -> Path:
 
 def seen(tier: DiskTier) -> set[str]:
     """What another look at the folder adds."""
-    time.sleep(REFRESH_SECONDS)
-    return {info.key for info in tier.refresh().added}
+    return {info.key for info in tier.refresh(now=True).added}
 
 
 def test_the_next_process_finds_what_was_put(tmp_path: Path) -> None:
@@ -102,17 +99,6 @@ def test_a_damaged_file_is_a_counted_miss_and_goes_into_quarantine(damage, tmp_p
         path.write_bytes({"empty": b"", "foreign": b"x" * 99}.get(damage, bytes(data[:300])))
         again = DiskTier(tmp_path, 10**6)
         assert again.refresh(now=True).added == () and again.faults == {"corrupt": 1}
-
-
-def test_quarantine_holds_the_last_few(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 10**7)
-    for number in range(MOST_QUARANTINED + 5):
-        tier.put(numbered(number))
-        file_of(tier, numbered(number)).write_bytes(b"x")
-        assert tier.get(numbered(number).key) is None
-    assert len(list((tmp_path / "quarantine").iterdir())) == MOST_QUARANTINED
-    tier.clear_quarantine()
-    assert not list((tmp_path / "quarantine").iterdir()) and tier.nbytes == 0
 
 
 def started(folder: Path) -> DiskTier:
@@ -296,14 +282,14 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again(tmp_path: Path, 
 
 def test_processes_see_each_others_chunks(tmp_path: Path) -> None:
     one, two = DiskTier(tmp_path, 10**6), DiskTier(tmp_path, 10**6)
-    for number in range(20):
+    for number in range(6):
         one.put(numbered(number))
         assert seen(two) == {numbered(number).key}
         if number % 2:
             two.delete(numbered(number).key)
     one.put(numbered(99))
-    time.sleep(REFRESH_SECONDS)
-    assert set(one.refresh().gone) == {numbered(number).key for number in range(1, 20, 2)}
+    gone = set(one.refresh(now=True).gone)
+    assert gone == {numbered(number).key for number in range(1, 6, 2)}
     assert sorted(one.keys()) == sorted({*two.keys(), numbered(99).key})
 
 

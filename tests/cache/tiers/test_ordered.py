@@ -161,16 +161,6 @@ def test_a_held_chunk_is_passed_over_and_leaves_when_it_is_free() -> None:
     assert tier.next_to_go(never) == "0"
 
 
-def test_settling_chooses_ahead_once_chunks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = filled(4 * READ_AHEAD)
-    tier.settle()
-    assert tier._chosen[0] == []  # nothing has to leave yet
-    assert [next_gone(tier) for _ in range(4)] == ["0", "1", "2", "3"]
-    tier.settle()
-    monkeypatch.setattr(tier, "_choose", lambda count: pytest.fail("it has chosen"))
-    assert [next_gone(tier) for _ in range(4)] == ["4", "5", "6", "7"]
-
-
 class Student(LRU):
     """Has something to learn, which takes until it is told that it may end."""
 

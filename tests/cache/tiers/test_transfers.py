@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,8 +17,9 @@ from kvboost.cache import codec
 from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import Origin
 from kvboost.cache.store import ChunkLost, ChunkStore
+from kvboost.cache.tiers import disk
 from kvboost.cache.tiers import writer as writer_module
-from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
+from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -194,15 +194,14 @@ def test_a_damaged_file_is_a_miss_and_the_chunks_after_it_serve_again(open_store
     assert again.stats().in_use == 0 and again.check_integrity() == []
 
 
-def test_stores_share_a_folder_while_they_run(open_store) -> None:
+def test_stores_share_a_folder_while_they_run(open_store, monkeypatch) -> None:
+    monkeypatch.setattr(disk, "REFRESH_SECONDS", 0.0)
     one, two = open_store(), open_store()
     admit(one, text(1))
     one.flush()
-    time.sleep(REFRESH_SECONDS)
     assert hits(two, text(1)) == ["disk"] * 3
     admit(two, [*text(1), *text(2)])
     two.flush()
-    time.sleep(REFRESH_SECONDS)
     assert hits(one, [*text(1), *text(2)]) == ["ram"] * 3 + ["disk"] * 3
 
 
@@ -279,6 +278,7 @@ def test_another_machine_reads_from_the_remote_store(open_store, tmp_path) -> No
     there = open_store(remote=open_remote(url, 10**9), folder="there")
     assert hits(there, text(1)) == ["remote"] * 3
     assert hits(there, text(1)) == ["ram"] * 3
+    assert there.stats().tiers["ram"].nbytes == 3 * CHUNK_BYTES
     there.flush()
     assert len(files(tmp_path / "there")) == 3  # and keeps it
     with there.lookup(ROOT, as_token_ids(text(9)), pin=False) as known:
@@ -509,26 +509,6 @@ def test_a_remote_store_that_does_not_deliver_is_not_asked_again(open_store) -> 
     with store.lookup(ROOT, ids, ask_remote=False) as known:
         assert known.exact == ()
     assert liar.asked == 1 and store.stats().chunks == 0
-
-
-def test_the_size_of_a_remote_chunk_is_known_once_it_is_read(open_store, tmp_path) -> None:
-    url = f"file://{tmp_path}/far"
-    here = open_store(remote=open_remote(url, 10**9), folder="here")
-    admit(here, text(1))
-    here.flush()
-    there = open_store(remote=open_remote(url, 10**9), folder="there")
-    assert len(hits(there, text(1))) == 3
-    sizes = {there._holdings.catalogue.info(key).nbytes for key in there._holdings.catalogue}
-    assert sizes == {CHUNK_BYTES}
-
-
-def test_text_that_is_computed_while_it_is_forgotten_is_not_kept(open_store) -> None:
-    store = open_store()
-    epoch = store.epoch
-    store.forget_text([as_token_ids(text(1))])
-    ids = text(1)
-    assert store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=12, epoch=epoch) == 0
-    assert admit(store, ids) == 3
 
 
 def test_forgetting_includes_other_processes_chunks_and_quarantine(open_store, tmp_path) -> None:

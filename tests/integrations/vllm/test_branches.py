@@ -37,6 +37,9 @@ def test_no_exact_hash_is_left_in_a_branch(first: int, repair: str) -> None:
     assert not set(hashes[first:]) & set(exact(ids))
     assert len(set(hashes)) == 6 and all(type(one) is PageHash for one in hashes)
     assert branches.of("a") == Branch(first, repair)
+    other = exact(ids)
+    branches.enter("b", other, Branch(first, f"{repair}!"))  # other repairs have other branches
+    assert not set(hashes[first:]) & set(other[first:])
 
 
 def test_generated_pages_chain_onto_the_branch() -> None:
@@ -45,13 +48,6 @@ def test_generated_pages_chain_onto_the_branch() -> None:
     Branches().enter("a", hashes, Branch(2, "r"))
     extend(hashes, ids)
     assert not set(hashes[2:]) & set(exact(ids))
-
-
-def test_repairs_have_branches_of_their_own() -> None:
-    one, other, branches = exact(list(range(24))), exact(list(range(24))), Branches()
-    branches.enter("a", one, Branch(1, "15 %"))
-    branches.enter("b", other, Branch(1, "30 %"))
-    assert not set(one[1:]) & set(other[1:])
 
 
 def test_leaving_restores_the_hashes() -> None:

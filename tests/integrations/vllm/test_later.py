@@ -3,15 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from kvboost.integrations.vllm.later import (
-    FEW,
-    MANY,
-    REMEMBERED,
-    SAMPLE,
-    USELESS,
-    Ended,
-    Later,
-)
+from kvboost.integrations.vllm.later import FEW, MANY, REMEMBERED, SAMPLE, USELESS, Ended, Later
 from kvboost.integrations.vllm.options import RequestOptions
 from kvboost.integrations.vllm.planner import prompt_ids
 
@@ -70,11 +62,6 @@ def test_some_are_kept_all_the_same() -> None:
     busy = Busy()
     put_off = [busy.later.puts_off(ended(f"one {n}"), MANY) for n in range(4 * SAMPLE)]
     assert put_off.count(False) == 4
-
-
-def test_nothing_is_put_off_where_that_is_turned_off() -> None:
-    busy = Busy(is_on=False)
-    assert not busy.end(ended("a")) and not busy.later.is_time(0)
 
 
 def test_what_is_kept_later_is_where_the_prefix_cache_has_it_then() -> None:

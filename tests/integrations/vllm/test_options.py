@@ -15,17 +15,14 @@ from kvboost.integrations.vllm.options import (
 )
 
 
-def test_defaults() -> None:
-    options = Options.parse({})
-    assert (options.mode, options.slice_rows, options.self_check) == ("repaired", 2048, True)
-    assert options.engine.gpu_cache_bytes == 0  # vLLM takes the GPU's memory
-
-
 def test_options_of_the_cache_and_the_repair_are_passed_on() -> None:
     extra = {"chunk_size": 32, "recompute_ratio": 0.5, "mode": "exact", "slice_rows": 64}
     options = Options.parse(extra)
     assert (options.engine.chunk_size, options.engine.repair.ratio) == (32, 0.5)
     assert (options.mode, options.slice_rows) == ("exact", 64)
+    options = Options.parse({})
+    assert (options.mode, options.slice_rows, options.self_check) == ("repaired", 2048, True)
+    assert options.engine.gpu_cache_bytes == 0  # vLLM takes the GPU's memory
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_rows_are_read_as_they_were_written(form: str, dtype: torch.dtype) -> No
     }[form]
     pages = make_pages(write, tokens_first=tokens_first, dtype=dtype)
     assert pages.is_plain == (form != "packed")
+    assert pages.row_bytes == 2 * LAYERS * KV_HEADS * DIM * dtype.itemsize
     slots = torch.randperm(BLOCKS * PAGE)[:20]
     rows = torch.randn(2, LAYERS, KV_HEADS, 20, DIM).to(dtype)
     pages.write_all(rows, slots)
@@ -78,17 +79,6 @@ def test_the_slots_of_a_sequence_follow_its_pages() -> None:
     pages = make_pages()
     rows = torch.tensor([0, PAGE - 1, PAGE, 2 * PAGE + 3])
     assert pages.slots([4, 2, 6], rows).tolist() == [4 * PAGE, 5 * PAGE - 1, 2 * PAGE, 6 * PAGE + 3]
-
-
-def test_sizes() -> None:
-    pages = make_pages(dtype=torch.bfloat16)
-    assert (pages.num_blocks, pages.num_kv_heads, pages.size, pages.head_dim) == (
-        BLOCKS,
-        KV_HEADS,
-        PAGE,
-        DIM,
-    )
-    assert pages.row_bytes == 2 * LAYERS * KV_HEADS * DIM * 2
 
 
 def test_a_quantised_cache_is_refused() -> None:

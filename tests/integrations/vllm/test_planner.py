@@ -132,22 +132,13 @@ def test_nothing_is_planned_before_the_workers_are_ready() -> None:
     planner.gone([ChunkKey("00")])
 
 
-def test_the_same_prompt_again_is_loaded_up_to_the_last_page_before_its_last_row(
-    start: Start,
-) -> None:
-    planner, ids = start(), text(1, 300)
-    assert len(keep(planner, ids)) == 10
-    load = plan(planner, ids)
-    assert load is not None and not load.moved
-    assert load.end == 288 == load.exact_rows and load.num_tokens == 300
-
-
-@pytest.mark.parametrize("length", [127, 128, 129, 160, 161])
+@pytest.mark.parametrize("length", [127, 128, 129, 160, 161, 300])
 def test_the_last_row_is_left_to_vllm(start: Start, length: int) -> None:
     planner, ids = start(), text(1, length)
-    keep(planner, ids)
+    assert len(keep(planner, ids)) == -(-length // CHUNK)
     load = plan(planner, ids)
-    assert load is not None and load.end == (length - 1) // PAGE * PAGE < length
+    assert load is not None and not load.moved and load.num_tokens == length
+    assert load.end == load.exact_rows == (length - 1) // PAGE * PAGE < length
 
 
 def test_rows_that_vllm_has_are_not_loaded(start: Start) -> None:
@@ -353,7 +344,8 @@ def test_what_may_change_plans_is_counted(start: Start) -> None:
     assert changes()
     planner.learn(fast_rows(0.1))
     assert changes()
-    assert planner.forget() and changes()
+    assert set(planner.forget()) == set(keys[:-1]) and changes()
+    assert plan(planner, ids) is None
 
 
 # Who may reuse what.
@@ -486,13 +478,6 @@ def test_what_a_worker_lost_is_not_planned_again(start: Start) -> None:
     assert load is not None and load.end == 96
     assert [info.key for info in keep(planner, ids)] == [infos[3].key]
     assert known_keys(planner, ids) == {info.key for info in infos[:6]}
-
-
-def test_forget_everything(start: Start) -> None:
-    planner, ids = start(), text(1, 200)
-    infos = keep(planner, ids)
-    assert set(planner.forget()) == {info.key for info in infos}
-    assert plan(planner, ids) is None
 
 
 def test_a_search_finds_a_text_and_what_follows_it_under_one_salt(start: Start) -> None:

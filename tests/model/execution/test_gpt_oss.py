@@ -48,7 +48,7 @@ def test_our_kernels_count_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_to_16_bits_does_not_look_like_positions() -> None:
     """The share of a sink depends on a score, which is rounded otherwise at every position. Among
     many experts some are nearly as good as one another, so some layers would choose others."""
-    for seed in range(4):
+    for seed in range(2):
         model = tiny_model("gpt_oss", num_hidden_layers=24, num_local_experts=32)
         torch.manual_seed(seed)
         with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.shapes import config_of
-from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
+from kvboost import GenerationMode, SpanKind, StockModel, UnsupportedModelError
 from kvboost.errors import AdapterError, ConfigError
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
@@ -32,7 +32,7 @@ from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 from support.adapters import merge, write_adapter
 from support.families import FAMILIES, HAS_LATENTS, family_model
-from support.tiny import CONTEXT, make_engine, runner_of
+from support.tiny import make_engine
 
 pytestmark = pytest.mark.skipif(not HAS_LATENTS, reason="needs transformers 5.22")
 BASELINE, EXACT, MOVED = GenerationMode
@@ -310,21 +310,3 @@ def test_every_family_with_latents_is_in_the_table() -> None:
     assert latent == {name for name, options in FAMILIES.items() if "kv_lora_rank" in options} | {
         "kimi_k25"
     }
-
-
-def test_a_conversation_with_shared_rows_in_one_batch() -> None:
-    """Requests that run together read each other's latents, and answer as each does alone."""
-    model = family_model("glm4_moe_lite")
-    stock = StockModel(copy.deepcopy(model))
-    first = ids_of(50).tolist()
-    prompts = [[*first, *ids_of(9, seed).tolist()] for seed in range(3)]
-    with make_engine(model) as engine:
-        assert isinstance(engine, KVBoost) and runner_of(engine).keeps_latents
-        engine.warm(first)
-        for answer, prompt in zip(
-            engine.generate_batch(prompts, 5, EXACT, ignore_eos=True), prompts, strict=True
-        ):
-            logits = stock.logits([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
-            assert answer.token_ids == logits.argmax(-1).tolist()
-            assert answer.cached_tokens >= 48
-            assert len(prompt) + 5 < CONTEXT

@@ -28,7 +28,7 @@ from support.tiny import (
 def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny_engine) -> None:
     engine = tiny_engine(name)
 
-    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data: st.DataObject) -> None:
         salt = str(data.draw(st.integers(0, 2**32), label="conversation"))
@@ -55,7 +55,7 @@ def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny
     run()
 
 
-@pytest.mark.parametrize("name", [*KINDS, "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "llama4_text", "internvl", "bloom"])
 def test_a_verification_finds_no_problem(name, tiny_engine) -> None:
     report = tiny_engine(name).verify_correctness(max_new_tokens=2)
     assert report, report.problems

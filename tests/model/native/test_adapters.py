@@ -20,18 +20,7 @@ from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.native.adapters import halved
 from kvboost.model.native.decoder import restore_forward
 from support.adapters import LINEARS, write_adapter
-from support.kernel_forms import CPU, close, each_dtype
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-
+from support.kernel_forms import CPU, SIZES, close, each_dtype
 
 LENGTHS = (1, 5, 7, 60)
 """One row, some, and more than are multiplied at once."""

@@ -20,18 +20,8 @@ from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Hook, Rules, Segment
 from kvboost.model.native import decoder
 from kvboost.model.native.decoder import MOST_NARROW_ROWS, MOST_ROWS, restore_forward
-from support.kernel_forms import CPU, close, each_dtype
+from support.kernel_forms import CPU, SIZES, close, each_dtype
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "biased": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),

@@ -21,7 +21,7 @@ from kvboost.model.native.decoder import (
 )
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.weight import QuantizedWeight
-from support.kernel_forms import each_dtype
+from support.kernel_forms import SIZES, each_dtype
 
 ROWS = MOST_NARROW_ROWS + 8
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -76,17 +76,7 @@ def test_a_model_runs_on_codes(dtype: torch.dtype) -> None:
     """A prompt of more rows than layers of plain weights take, then a step: near the model with
     the numbers that the codes stand for, however the prompt is divided."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        attention_bias=True,
-        mlp_bias=True,
-    )
+    config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
     model = LlamaForCausalLM(config).to(dtype).eval()
     forward = Forward(model, packed=True)
     install(model, dtype)

@@ -92,7 +92,6 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("llama", "query"),
         ("gemma3_text", "query"),  # layers of two kinds
         ("gpt_oss", "query"),
         ("phi3", "cacheblend"),

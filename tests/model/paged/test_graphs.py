@@ -74,40 +74,6 @@ def test_graph_eager_and_stock_agree(name: str) -> None:
             assert leaks(engine) == []
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_a_batch_equals_one_by_one(name: str) -> None:
-    prompts = [random_ids(length, seed=length) for length in (5, 40, 61, 90, 33, 12, 70)]
-    with engine_of(name, "auto") as engine:
-        alone = [
-            engine.generate(ids, TOKENS, "baseline", ignore_eos=True).token_ids for ids in prompts
-        ]
-        together = engine.generate_batch(prompts, TOKENS, "baseline", ignore_eos=True)
-        assert [result.token_ids for result in together] == alone
-        assert any(size > 1 for size, *_ in steps_of(engine)._buckets)
-        each: list[Any] = [
-            {"temperature": 2.0, "top_k": 30, "seed": n} for n in range(len(prompts))
-        ]
-        drawn = engine.generate_batch(prompts, TOKENS, "baseline", each=each, ignore_eos=True)
-        for ids, own, result in zip(prompts, each, drawn, strict=True):
-            again = engine.generate(ids, TOKENS, "baseline", ignore_eos=True, **own)
-            assert again.token_ids == result.token_ids
-        assert leaks(engine) == []
-
-
-def test_requests_that_join_and_leave_do_not_change_each_other() -> None:
-    """Answers of different lengths: steps of many sizes, most launched ahead."""
-    prompts = [random_ids(20 + 3 * n, seed=n) for n in range(9)]
-    lengths = [3 + 7 * n for n in range(9)]
-    with engine_of("qwen2", "auto") as engine:
-        each: list[Any] = [{"max_new_tokens": length} for length in lengths]
-        together = engine.generate_batch(prompts, each=each, ignore_eos=True)
-        for ids, length, result in zip(prompts, lengths, together, strict=True):
-            alone = engine.generate(ids, length, "baseline", ignore_eos=True)
-            assert alone.token_ids == result.token_ids and len(result.token_ids) == length
-        assert steps_of(engine).num_ahead > 20
-        assert leaks(engine) == []
-
-
 def test_a_model_that_cannot_be_captured_runs_without_graphs() -> None:
     with make_engine(dynamic_model()) as engine:
         result = engine.generate(random_ids(40, seed=1), 4, ignore_eos=True)

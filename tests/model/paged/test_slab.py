@@ -42,19 +42,6 @@ def test_too_many_pages_or_requests_are_refused_and_change_nothing() -> None:
     assert slab.check_integrity() == []
 
 
-def test_shared_pages_are_counted_once_and_freed_with_the_last_request() -> None:
-    slab = Slab(SHAPE, num_pages=8, num_requests=3)
-    first = slab.take(3 * PAGE)
-    assert first is not None
-    second = slab.take(4 * PAGE, first.pages[:2])
-    assert second is not None and second.pages[:2] == first.pages[:2]
-    assert slab.used_bytes == 5 * slab.page_bytes
-    slab.release(first)
-    assert slab.used_bytes == 4 * slab.page_bytes
-    slab.release(second)
-    assert slab.check_integrity() == []
-
-
 def test_replacing_shared_pages_copies_them() -> None:
     slab = Slab(SHAPE, num_pages=8, num_requests=3)
     first = slab.take(2 * PAGE)

@@ -10,7 +10,6 @@ from kvboost import KVBoost
 from kvboost.config import SamplingParams
 from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.forward import PagedForward
-from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.paged.slab import SCRATCH, Slab
@@ -178,30 +177,9 @@ def test_logits_are_given_to_those_that_ask_for_them(requests: Requests) -> None
         assert requests.ids[number] == requests.expected(number, prompt)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(requests: Requests) -> None:
-    params = SamplingParams(temperature=3.0, top_k=40, repetition_penalty=1.3, seed=11)
-    alone, other = requests.start(10, params), requests.start(14)
-    for _ in range(2):
-        requests.step(alone)
-    together = requests.start(10, params)
-    for _ in range(2):
-        requests.step(other, together)
-    assert requests.ids[alone] == requests.ids[together]
-    assert len(set(requests.ids[alone][10:])) == 3  # the penalty avoids what was there
-
-
 def test_buckets_hold_their_requests_without_much_padding() -> None:
     sizes = [bucket_of(count) for count in range(1, 300)]
     assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert all(count <= size for count, size in enumerate(sizes, 1))
     assert {64, 128, 256} <= set(sizes) and sizes == sorted(sizes)
     assert len({size for size in sizes if size <= 256}) <= 16
-
-
-def test_without_capture_functions_run_as_they_are() -> None:
-    capture = NoCapture("graphs='off'")
-
-    def function() -> torch.Tensor:
-        return torch.ones(1)
-
-    assert capture(function, "nothing") is function and capture.note == "graphs='off'"

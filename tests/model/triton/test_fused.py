@@ -48,12 +48,12 @@ def test_gates(dtype: torch.dtype) -> None:
     assert close(gate(rows), expected) and close(torch_kernels.gate(rows), expected)
 
 
-@each_dtype
-@pytest.mark.parametrize("dim", [16, 24])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(16, torch.float32), (24, torch.float32), (24, torch.bfloat16)]
+)
+@pytest.mark.parametrize(("norms", "many"), [(False, True), (True, False), (True, True)])
 def test_rotating_and_writing(
-    dtype: torch.dtype, dim: int, norms: bool, many: bool, monkeypatch: pytest.MonkeyPatch
+    dim: int, dtype: torch.dtype, norms: bool, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if many:
         monkeypatch.setattr(fused, "MANY_ROWS", 1)
@@ -73,7 +73,9 @@ def test_rotating_and_writing(
         query, keys = of_query(query), of_keys(keys)
         weights = of_query.weight.detach(), of_keys.weight.detach()
     query, keys = apply_rotary_pos_emb(query, keys, cos[None], sin[None])
-    once = (cos[:, : dim // 2], sin[:, : dim // 2]) if norms else (cos, sin)
+    once = (cos, sin)
+    if norms:  # each pair once, and pairs before rows in memory: as gpt-oss of transformers 5.17
+        once = tuple(part[:, : dim // 2].t().contiguous().t() for part in once)
     given, *fresh = rotate_and_write(qkv, once, pages, slots, weights, 1e-5)
     written_out = torch_kernels.rotate_and_write(same_qkv, once, same_pages, slots, weights, 1e-5)
     assert all(map(close, written_out, (given, *fresh))) and close(same_pages, pages)

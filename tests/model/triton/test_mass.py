@@ -6,33 +6,31 @@ import pytest
 import torch
 
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.rows import TiledRows
 from support.paged_kv import (
     attention_weights,
     dense,
-    each_dtype,
     make_pages,
     make_tables,
     random,
     scattered,
-    tile_for,
+    tiled,
 )
 from support.tiny import DEVICE
 
 SCALE = 0.2
 
 
-@each_dtype
 @pytest.mark.parametrize(
-    ("start", "rows", "heads", "options"),
+    ("start", "rows", "heads", "dtype", "options"),
     [
-        (131, 16, 6, {"sinks": torch.linspace(-1, 4, 6).to(DEVICE)}),
-        (5, 1, 2, {}),
-        (64, 40, 4, {"window": 50, "softcap": 3.0}),
+        (131, 16, 6, torch.float32, {"sinks": torch.linspace(-1, 4, 6).to(DEVICE)}),
+        (131, 16, 6, torch.bfloat16, {}),
+        (5, 1, 2, torch.float32, {}),
+        (64, 40, 4, torch.float32, {"window": 50, "softcap": 3.0}),
     ],
 )
 def test_the_mass_is_the_sum_of_weights(
-    dtype: torch.dtype, start: int, rows: int, heads: int, options: dict[str, object]
+    start: int, rows: int, heads: int, dtype: torch.dtype, options: dict[str, object]
 ) -> None:
     torch.manual_seed(start)
     pages = make_pages(14, 2, 16, 40, dtype, "tokens first")
@@ -43,16 +41,7 @@ def test_the_mass_is_the_sum_of_weights(
     absent[start:] = False
     lost = absent.nonzero()[:, 0]
     pages[tables[0, lost // 16].long(), :, lost % 16] = float("nan")  # never written
-    plan = TiledRows.of(
-        [positions],
-        tables,
-        page=16,
-        heads=heads,
-        kv_heads=2,
-        dtype=dtype,
-        tile=tile_for(dtype),
-        parts=2,
-    )
+    plan = tiled([positions], tables, query, pages, parts=2)
     counted = torch.rand(2, rows).to(DEVICE)
     counted[1, 1:] = 0
     given = attention_mass(query, pages, plan, SCALE, start, counted, absent=absent, **options)  # type: ignore[arg-type]
@@ -67,16 +56,8 @@ def test_the_mass_of_all_keys_is_the_number_of_rows() -> None:
     pages = make_pages(6, 1, 16, 16, torch.float32, "heads first")
     tables = make_tables(1, 6, 6)
     positions = scattered(7, 90)
-    plan = TiledRows.of(
-        [positions],
-        tables,
-        page=16,
-        heads=3,
-        kv_heads=1,
-        dtype=torch.float32,
-        tile=tile_for(torch.float32),
-    )
     query = random(7, 3, 16)
+    plan = tiled([positions], tables, query, pages)
     ones = torch.ones(1, 7).to(DEVICE)
     mass = attention_mass(query, pages, plan, SCALE, 90, ones)
     assert float(mass.sum()) == pytest.approx(7, rel=1e-4)

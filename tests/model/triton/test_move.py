@@ -12,7 +12,7 @@ from kvboost.reuse.rope import Rotation
 from support.paged_kv import dense, each_dtype, make_pages, make_tables, random
 from support.tiny import DEVICE
 
-LAYERS, KV_HEADS, PAGE = 3, 2, 16
+LAYERS, KV_HEADS, PAGE = 2, 2, 16
 
 
 def make_layers(dim: int, dtype: torch.dtype, layout: str) -> PagedLayers:
@@ -30,13 +30,16 @@ def turns_of(rotation: Rotation, distances: list[int]) -> np.ndarray:
     return torch.stack(parts, 1).numpy()
 
 
-@each_dtype
 @pytest.mark.parametrize(
-    ("layout", "interleaved"),
-    [("heads first", False), ("tokens first", False), ("pages inside", True)],
+    ("layout", "interleaved", "dtype"),
+    [
+        ("heads first", False, torch.float32),
+        ("tokens first", False, torch.bfloat16),
+        ("pages inside", True, torch.float32),
+    ],
 )
 def test_rows_are_rotated_into_the_pages_of_all_layers(
-    dtype: torch.dtype, layout: str, interleaved: bool
+    layout: str, interleaved: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(7)
     dim, pairs = 48, 20  # the last 8 channels do not rotate
@@ -120,7 +123,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (StoredSpan(Source(data), 0, 16, 49), "the request's pages 64"),
         (StoredSpan(Source(data), -1, 4, 0), "span 0 moves 4 rows from -1 to 0"),
         (StoredSpan(Source(data), 0, 0, 0), "span 0 moves 0 rows"),
-        (StoredSpan(Source(data[:, :2]), 0, 4, 0), "the pages need torch.float32"),
+        (StoredSpan(Source(data[:, :1]), 0, 4, 0), "the pages need torch.float32"),
         (StoredSpan(Source(data.bfloat16()), 0, 4, 0), "span 0 is torch.bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):

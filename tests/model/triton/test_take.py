@@ -7,19 +7,24 @@ import torch
 
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.take import take
-from support.paged_kv import dense, each_dtype, make_pages
+from support.paged_kv import dense, make_pages
 
-LAYERS, KV_HEADS, PAGE = 3, 2, 16
+LAYERS, KV_HEADS, PAGE = 2, 2, 16
 
 
 def make_layers(dim: int, dtype: torch.dtype, layout: str) -> PagedLayers:
     return PagedLayers([make_pages(12, KV_HEADS, PAGE, dim, dtype, layout) for _ in range(LAYERS)])
 
 
-@each_dtype
-@pytest.mark.parametrize("dim", [32, 24])
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "pages inside"])
-def test_each_span_has_the_rows_of_its_pages(dtype: torch.dtype, dim: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dim", "dtype"),
+    [
+        ("heads first", 24, torch.float32),
+        ("tokens first", 32, torch.bfloat16),
+        ("pages inside", 24, torch.bfloat16),
+    ],
+)
+def test_each_span_has_the_rows_of_its_pages(layout: str, dim: int, dtype: torch.dtype) -> None:
     layers = make_layers(dim, dtype, layout)
     before = [pages.clone() for pages in layers.pages]
     table = [7, 2, 11, 0, 5]

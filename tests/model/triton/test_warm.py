@@ -9,9 +9,8 @@ import torch
 
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import TiledRows
 from kvboost.model.triton.warm import warm_up
-from support.paged_kv import make_pages, make_tables, random, scattered
+from support.paged_kv import make_pages, make_tables, random, scattered, tiled
 from support.tiny import DEVICE
 
 KERNELS: list[Any] = [
@@ -34,9 +33,9 @@ def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(KERNELS[0]), "run", run)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    layers = PagedLayers([make_pages(3, 2, 16, 32, dtype, "tokens first") for _ in range(2)])
+    layers = PagedLayers([make_pages(3, 1, 16, 16, dtype, "tokens first")])
     before = layers.first.clone()
-    warm_up(layers, heads=6, pairs=16, blocks=8)
+    warm_up(layers, heads=2, pairs=8, blocks=2)
     assert ran == set(KERNELS)
     assert torch.equal(layers.first, before)  # pages of its own
 
@@ -50,10 +49,8 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
     tables = make_tables(2, 10, 20)
     for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
-        plan = TiledRows.of(
-            positions, tables, page=16, heads=6, kv_heads=2, dtype=torch.bfloat16, parts=parts
-        )
         query = random(rows + 1, 6, 64, dtype=torch.bfloat16)
+        plan = tiled(positions, tables, query, layers.first, tile=None, parts=parts)
         attention.attend(query, layers.first, plan, 0.125)
     after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in KERNELS]
     assert after == before

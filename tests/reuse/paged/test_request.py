@@ -26,10 +26,10 @@ from kvboost.reuse.paged.forwards import SlabPages
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
 
-LAYERS, HEADS, DIM, ROWS = 3, 2, 16, 150
+LAYERS, HEADS, DIM, ROWS = 2, 2, 16, 150
 ROTATIONS = {
     "alike": Rotation(torch.rand(1, 8).expand(LAYERS, 8)),
-    "by layer": Rotation(torch.tensor([[0.3], [0.0], [0.3]]).expand(LAYERS, 8).clone()),
+    "by layer": Rotation(torch.tensor([[0.3], [0.0]]).expand(LAYERS, 8).clone()),
     "neighbours": Rotation(torch.rand(1, 6).expand(LAYERS, 6), interleaved=True),
     "none": None,
 }
@@ -90,12 +90,12 @@ def place_both(
     return paged.rows(0, ROWS), plain.rows(0, ROWS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ROTATIONS)
+@pytest.mark.parametrize("kind", [*ROTATIONS, "bfloat16"])
 def test_exact_rows_keep_their_bits_and_moved_ones_rotate(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotation, counted = ROTATIONS[kind], Counted(monkeypatch)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    rotation, counted = ROTATIONS.get(kind, ROTATIONS["alike"]), Counted(monkeypatch)
     hits = chunks(dtype, moved=rotation is not None, quantizer=Quantizer(16, rotation))
     found, expected = place_both(rotation, hits, dtype)
     assert counted.launches == 1
@@ -106,15 +106,15 @@ def test_exact_rows_keep_their_bits_and_moved_ones_rotate(
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("kind", ["alike", "neighbours"])
-def test_copies_are_mixed_with_what_is_in_place(kind: str, bits: int) -> None:
-    rotation = ROTATIONS[kind]
+def test_copies_are_mixed_with_what_is_in_place(bits: int) -> None:
+    rotation = ROTATIONS["neighbours"]
     quantizer = Quantizer(bits, rotation)
     hits, copies = (chunks(torch.float32, moved=True, quantizer=quantizer) for _ in range(2))
     found, expected = place_both(rotation, hits, torch.float32, copies)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    first, second = (place_both(rotation, one, torch.float32)[1] for one in (hits, copies))
-    torch.testing.assert_close(expected, (first + second) / 2, rtol=1e-5, atol=1e-5)
+    if bits == 8:  # without the kernel, which is interpreted slowly
+        first, second = (place_both(rotation, one, torch.float32)[1] for one in (hits, copies))
+        torch.testing.assert_close(expected, (first + second) / 2, rtol=1e-5, atol=1e-5)
 
 
 def test_quantized_rows_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

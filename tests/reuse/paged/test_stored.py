@@ -12,6 +12,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.mixed import states_of
 from kvboost.cache.tiers.residency import Residency
 from kvboost.model import triton
 from kvboost.model.execution.kv import Prefix
@@ -211,3 +212,12 @@ def test_rows_from_elsewhere_keep_their_place_in_a_page(position: int, engine: K
     pieces = brought.pieces(3, 140)
     found = [slab.rows(page)[:, :, :, start : start + n] for page, start, n in pieces]
     assert torch.equal(torch.cat(found, 3), rows[:, :, :, 3:143])
+
+
+def test_asking_pages_for_states_copies_no_rows(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    monkeypatch.setattr(PagedData, "gather", None)
+    found = kept(engine)
+    assert found and all(states_of(data) == [] for data in found)

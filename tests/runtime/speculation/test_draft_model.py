@@ -98,8 +98,3 @@ def test_an_installed_model_drafts_from_its_codes(folder, monkeypatch) -> None:
         with make_engine(tiny_model("llama"), speculate=3, draft_model=path) as engine:
             engine.generate(PROMPT, 2)
     assert forms == ["auto", "packed"]
-
-
-def test_bundled_models_have_codes() -> None:
-    assert draft_model._has_codes("smollm2-135m")
-    assert not draft_model._has_codes("some/folder")

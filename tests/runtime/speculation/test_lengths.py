@@ -9,15 +9,6 @@ from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.runtime.speculation.lengths import CHEAP, NO_DRAFT, SURE, Chances, Pauses, best_pace
 
 
-def test_rows_that_cost_nothing_make_long_drafts() -> None:
-    assert best_pace([0.9] * 16, lambda length: 1.0).length == 16
-    assert best_pace([0.9] * 5, lambda length: 1.0).length == 5
-
-
-def test_rows_that_cost_what_a_step_costs_make_none() -> None:
-    assert best_pace([0.9] * 16, lambda length: 1.0 + length) == NO_DRAFT
-
-
 def test_unlikely_drafts_are_short_and_hopeless_ones_are_none() -> None:
     def step(length: int) -> float:
         return 1.0 + 0.1 * length

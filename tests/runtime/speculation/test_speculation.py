@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.config import GenerationMode, RepairParams, SamplingParams
 from kvboost.reuse.cost import CostModel
-from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.request import RequestState
 from kvboost.runtime.speculation.speculation import Speculation, Speculator
-from kvboost.tokens.hashing import ChunkKey, as_token_ids
+from kvboost.tokens.hashing import ChunkKey
+from support.requests import request_of
 
 
 def speculator(speculate: str | int, *, runs_ahead: bool, others: int) -> Speculator:
@@ -18,11 +18,7 @@ def speculator(speculate: str | int, *, runs_ahead: bool, others: int) -> Specul
         for _ in range(8):
             cost.observe_step(rows, 0.01)
     prompt = list(range(2, 40)) * 3
-    mode = GenerationMode.PREFIX_CACHE
-    request = Request(
-        as_token_ids(prompt), mode, "", SamplingParams(), RepairParams(), speculate=speculate
-    )
-    state = RequestState(request, rows=len(prompt))
+    state = RequestState(request_of(prompt, speculate=speculate), rows=len(prompt))
     state.turn.other_rows = state.turn.other_tokens = others
     found = Speculation(cost).start(state, ChunkKey(""), 0, runs_ahead=runs_ahead)
     assert found is not None

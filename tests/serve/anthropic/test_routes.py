@@ -15,10 +15,6 @@ WEATHER = {
     "name": "weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALLING = [
-    *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
-    *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
-]
 ASK = [{"role": "user", "content": "hi"}]
 MARK = {"cache_control": {"type": "ephemeral"}}
 
@@ -26,12 +22,6 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 def create(client, headers: dict[str, str] | None = None, **more: Any):
     asked = {"model": "fake", "max_tokens": 9, "messages": ASK, **more}
     return client.post("/v1/messages", json=asked, headers=headers)
-
-
-@pytest.fixture
-def calls(fake) -> None:
-    """The model thinks, speaks and calls a tool."""
-    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
 
 
 def test_a_whole_message(client, fake) -> None:
@@ -115,7 +105,7 @@ def test_thinking_text_and_calls_are_blocks(client) -> None:
 
 @pytest.mark.usefixtures("calls")
 def test_an_answer_that_is_cut_off_says_so(client, fake) -> None:
-    fake.pieces, fake.finish_reason = CALLING[:-2], "length"
+    fake.pieces, fake.finish_reason = fake.pieces[:-2], "length"
     said = create(client, tools=[WEATHER]).json()
     assert said["stop_reason"] == "max_tokens" and said["content"][2]["input"] == {}
 
@@ -190,6 +180,8 @@ def test_models_think_only_if_they_are_asked_to(client, fake) -> None:
         create(client, thinking=thinking)
     asked = [conversation.template_options for conversation in fake.conversations]
     assert [options["enable_thinking"] for options in asked] == [False, False, True]
+    create(client, output_config={"effort": "high"})
+    assert fake.conversations[-1].template_options["reasoning_effort"] == "high"
 
 
 def test_marked_text_is_kept(client, fake) -> None:
@@ -339,8 +331,3 @@ def test_the_beginning_of_an_answer_is_continued(client, fake) -> None:
     assert said["content"] == [{"type": "text", "text": "Hello"}]
     create(client)
     assert not fake.conversations[-1].continue_final_message
-
-
-def test_effort_is_asked_of_the_template(client, fake) -> None:
-    create(client, output_config={"effort": "high"})
-    assert fake.conversations[-1].template_options["reasoning_effort"] == "high"

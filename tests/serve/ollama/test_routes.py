@@ -19,10 +19,6 @@ FUNCTION = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 TOOL = {"type": "function", "function": FUNCTION}
-CALLING = [
-    *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
-    *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
-]
 ASK = [{"role": "user", "content": "hi"}]
 
 
@@ -40,12 +36,6 @@ def lines(answer) -> list[dict[str, Any]]:
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert answer.text.endswith("\n")
     return [json.loads(line) for line in answer.text.splitlines()]
-
-
-@pytest.fixture
-def calls(fake) -> None:
-    """The model thinks, speaks and calls a tool."""
-    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
 
 
 def test_a_whole_chat(client, fake) -> None:
@@ -114,7 +104,7 @@ def test_thinking_and_calls(client) -> None:
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_not_made(client, fake, stream: bool) -> None:
-    fake.pieces, fake.finish_reason = CALLING[:-2], "length"
+    fake.pieces, fake.finish_reason = fake.pieces[:-2], "length"
     answer = chat(client, tools=[TOOL], stream=stream)
     *_, last = lines(answer) if stream else [answer.json()]
     assert last["done_reason"] == "length" and "tool_calls" not in answer.text

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from kvboost import KVBoost
 from support.chat_templates import QWEN, tokenizer_with
-from support.live_server import live_server
 from support.tiny import tiny_model
 
 WEATHER: Any = {
@@ -40,15 +39,6 @@ def engine() -> Iterator[KVBoost]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def openai(engine: KVBoost) -> Iterator[OpenAI]:
-    with (
-        live_server(engine, served_names=("tiny",)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
-
-
 def create(client: OpenAI, **given: Any) -> Any:
     return client.responses.create(model="tiny", extra_body=OPTIONS, **given)
 
@@ -66,11 +56,7 @@ def test_a_whole_round(openai: OpenAI, engine: KVBoost) -> None:
     assert pinned > 0
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = create(
-        openai,
-        input=[result],
-        previous_response_id=first.id,
-        tools=[WEATHER],
-        max_output_tokens=4,
+        openai, input=[result], previous_response_id=first.id, tools=[WEATHER], max_output_tokens=4
     )
     assert second.usage.input_tokens_details.cached_tokens > 200
     assert openai.responses.retrieve(second.id).output == second.output

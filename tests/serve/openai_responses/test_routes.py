@@ -17,20 +17,10 @@ WEATHER = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALLING = [
-    *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
-    *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
-]
 
 
 def create(client, **more: Any):
     return client.post("/v1/responses", json={"model": "fake", "input": "hi", **more})
-
-
-@pytest.fixture
-def calls(fake) -> None:
-    """The model thinks, speaks and calls a tool."""
-    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
 
 
 def test_a_whole_response(client) -> None:
@@ -146,9 +136,9 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
+@pytest.mark.usefixtures("calls")
 def test_the_same_conversation_as_items(client, fake) -> None:
     """What a response has sent can be sent back."""
-    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
     output = create(client, tools=[WEATHER]).json()["output"]
     result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "sunny"}
     create(client, input=[{"role": "user", "content": "hi"}, *output, result])
@@ -225,7 +215,7 @@ def test_responses_belong_to_a_tenant(serve_fake) -> None:
 @pytest.mark.usefixtures("calls")
 def test_a_response_that_is_cut_off_is_incomplete(client, fake) -> None:
     """Its call cannot be read, so a conversation that goes on does not have it."""
-    fake.pieces, fake.finish_reason = CALLING[:-2], "length"
+    fake.pieces, fake.finish_reason = fake.pieces[:-2], "length"
     said = create(client, tools=[WEATHER]).json()
     assert said["status"] == "incomplete" and said["completed_at"] is None
     assert said["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from weakref import ref
 
 import pytest
@@ -24,7 +25,7 @@ def stored(name: str, size: int = 1) -> StoredResponse:
     return StoredResponse({"id": name}, (), 0, size)
 
 
-def kept(store: StoredResponses, names: str, tenant: str = "a") -> str:
+def kept(store: StoredResponses, names: Iterable[str], tenant: str = "a") -> str:
     """Those of ``names`` that are still there."""
     found = ""
     for name in names:
@@ -68,12 +69,9 @@ def test_the_oldest_are_dropped(limit: dict[str, int]) -> None:
         store.add("a", stored(name, size=4))
     store.add("b", stored("x", size=4))
     assert kept(store, "xyz") == "yz" and kept(store, "x", "b") == "x"
-
-
-def test_a_conversation_that_is_too_large_is_not_kept() -> None:
-    store = StoredResponses(ServerSettings(max_stored_bytes=8))
-    store.add("a", stored("x", size=9))
-    assert kept(store, "x") == ""
+    if "max_stored_bytes" in limit:
+        store.add("c", stored("large", size=9))
+        assert kept(store, ["large"], "c") == ""
 
 
 def test_the_size_of_messages_counts_their_text() -> None:

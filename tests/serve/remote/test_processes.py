@@ -32,41 +32,18 @@ CHAT: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 24,
 }
+ECHO = {"model": "tiny", "prompt": "abc", "temperature": 0, "echo": True, "logprobs": 2}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+PATH = "/v1/chat/completions"
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT),
-    "stream": ("/v1/chat/completions", {**CHAT, "stream": True, "logit_bias": NO_END}),
-    "stop": ("/v1/chat/completions", {**CHAT, "logit_bias": NO_END, "stop": ["e", "\u00e9"]}),
-    "logprobs": (
-        "/v1/chat/completions",
-        {**CHAT, "logprobs": True, "top_logprobs": 3, "stream": True},
-    ),
-    "tools": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
-    "schema": (
-        "/v1/chat/completions",
-        {
-            **CHAT,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": SCHEMA},
-            },
-        },
-    ),
-    "echo": (
-        "/v1/completions",
-        {"model": "tiny", "prompt": "abc", "temperature": 0, "echo": True, "logprobs": 2},
-    ),
-    "echo in a stream": (
-        "/v1/completions",
-        {
-            "model": "tiny",
-            "prompt": "abc",
-            "temperature": 0,
-            "stream": True,
-            "echo": True,
-            "logprobs": 2,
-            "logit_bias": NO_END,
-        },
-    ),
+    "chat": (PATH, CHAT),
+    "stream": (PATH, {**CHAT, "stream": True, "logit_bias": NO_END}),
+    "stop": (PATH, {**CHAT, "logit_bias": NO_END, "stop": ["e", "\u00e9"]}),
+    "logprobs": (PATH, {**CHAT, "logprobs": True, "top_logprobs": 3, "stream": True}),
+    "tools": (PATH, {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
+    "schema": (PATH, {**CHAT, "response_format": FORMAT}),
+    "echo": ("/v1/completions", ECHO),
+    "echo in a stream": ("/v1/completions", {**ECHO, "stream": True, "logit_bias": NO_END}),
     "several": (
         "/v1/completions",
         {"model": "tiny", "prompt": ["abc", "def"], "n": 2, "seed": 3, "temperature": 1.5},

@@ -10,7 +10,7 @@ from rich.text import Text
 from kvboost.bench.peers.engines import Engine
 from kvboost.bench.peers.process import sigterm_as_exit
 from kvboost.bench.peers.setting import Setting
-from kvboost.bench.peers.worker import ASK_SECONDS, LOAD_SECONDS, Answer, Worker
+from kvboost.bench.peers.worker import ASK_SECONDS, Answer, Worker
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress
 
@@ -24,7 +24,6 @@ class Contenders:
         setting: Setting,
         decode: Callable[[list[int]], str],
         *,
-        load_seconds: float = LOAD_SECONDS,
         ask_seconds: float = ASK_SECONDS,
     ) -> None:
         found = {engine.name: engine.missing(setting) for engine in engines}
@@ -35,7 +34,7 @@ class Contenders:
         self._engines = [engine for engine in engines if engine.name not in self.missing]
         self._setting = setting
         self._decode = decode
-        self._seconds = load_seconds, ask_seconds
+        self._ask_seconds = ask_seconds
         self._workers: dict[str, Worker] = {}
         self._described: dict[str, dict[str, object]] = {}
         self._stack = ExitStack()
@@ -45,7 +44,7 @@ class Contenders:
         for engine in self._engines:
             with progress.step(f"loading {engine.name}"):
                 try:
-                    worker = Worker(engine, self._setting, self._seconds[0])
+                    worker = Worker(engine, self._setting)
                 except KVBoostError as error:
                     self.failures[engine.name] = str(error)
                     continue
@@ -74,7 +73,7 @@ class Contenders:
         if worker is None:
             return None
         try:
-            return worker.ask(ids, self._decode(ids), timeout=self._seconds[1])
+            return worker.ask(ids, self._decode(ids), timeout=self._ask_seconds)
         except KVBoostError as error:
             self.failures[name] = str(error)
             self._workers.pop(name).close()

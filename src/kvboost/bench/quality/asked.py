@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost import ConfigError, GenerationMode, GenerationResult, KVBoost, SpanKind
 from kvboost.bench.kit.stats import f1
-from kvboost.bench.quality.payload import payload_cost
 from kvboost.bench.quality.rows import DEFAULT_KEPT, LongAnswer, Row
 from kvboost.bench.quality.tasks import Asking, LongQuestion
 from kvboost.bench.texts.prompts import fragments, num_shared
 from kvboost.bench.texts.questions import Question
 from kvboost.config import CONTROL, MOST_CONTEXTS
-from kvboost.results import kl_divergence
+from kvboost.results import ReuseReport, kl_divergence
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +41,7 @@ ASKED_BEFORE = "Summarize this."
 EDITED_LINE = "It is 12:31 on Tuesday; branch main, 3 files changed.\n\n"
 MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
+ALL_CHUNKS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,38 @@ class Comparison:
     @property
     def kl(self) -> float:
         return sum(self.kl_by_token) / len(self.kl_by_token)
+
+
+@dataclass(frozen=True)
+class PayloadCost:
+    """What the passages of one prompt cost, in KVShareArena's measures. A layer-token is one token
+    in one layer."""
+
+    recomputed_layer_tokens: int
+    """Repair with its probes, and rows of passages that were not in the cache."""
+    dense_layer_tokens: int
+    """A full prefill of the passages."""
+    kv_bytes: int
+    """The KV of the passages, as the cache holds it."""
+    bytes_per_token: float
+
+
+def payload_cost(engine: KVBoost, reuse: ReuseReport, start: int, end: int) -> PayloadCost:
+    """The cost of a prompt whose rows ``[start, end)`` are passages."""
+    layers, stored = engine.facts()["layers"], engine.chunks(ALL_CHUNKS)
+    new = sum(
+        max(0, min(span.end, end) - max(span.start, start))
+        for span in reuse.spans
+        if span.kind is SpanKind.COMPUTE
+    )
+    tokens = sum(one["tokens"] for one in stored)
+    row_bytes = sum(one["bytes"] for one in stored) / max(1, tokens)
+    return PayloadCost(
+        recomputed_layer_tokens=round(layers * (reuse.charged_tokens + new)),
+        dense_layer_tokens=layers * (end - start),
+        kv_bytes=round(row_bytes * (end - start)),
+        bytes_per_token=row_bytes,
+    )
 
 
 class Asked:

@@ -2,8 +2,8 @@
 
 A chunk whose parent is gone can never be reached again. So every policy here queues only the chunks
 without children; a parent joins the queue when its last child has left. Policies differ in the
-order of the queue. Use :class:`kvboost.cache.eviction.learned.LearnedPolicy`; the small ones in
-this file are there for comparison.
+order of the queue. Use :class:`kvboost.cache.eviction.learned.LearnedPolicy`; ``LRU`` is there for
+comparison.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Node:
     """A chunk in the tier."""
 
     entry: Entry
-    added: int
     used: int
     uses: int = 1
     version: int = -1
@@ -145,7 +144,7 @@ class LeafQueuePolicy(ABC):
         for entry in entries:
             assert entry.key not in self._nodes, f"{entry.key} was added before"
             self._now += 1
-            node = self._nodes[entry.key] = Node(entry, self._now, self._now)
+            node = self._nodes[entry.key] = Node(entry, self._now)
             self._children[entry.parent] = self._children.get(entry.parent, 0) + 1
             parent = self._nodes.get(entry.parent)
             if parent is not None:
@@ -216,17 +215,3 @@ class LRU(LeafQueuePolicy):
 
     def _rank(self, node: Node) -> Rank:
         return node.used, 0.0
-
-
-class FIFO(LeafQueuePolicy):
-    """First in, first out."""
-
-    def _rank(self, node: Node) -> Rank:
-        return node.added, 0.0
-
-
-class LFU(LeafQueuePolicy):
-    """Least frequently used since it was added; among equals the least recently used."""
-
-    def _rank(self, node: Node) -> Rank:
-        return node.uses, node.used

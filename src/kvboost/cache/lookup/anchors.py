@@ -88,7 +88,8 @@ class AnchorIndex:
         self._window = window
         self._chunks: dict[ChunkKey, _Anchors] = {}
         self._keys: dict[int, ChunkKey] = {}  # by number
-        self._last = 0  # the newest number
+        self.newest = 0
+        """The number of the chunk that was inserted last: the largest one."""
         # By hash: a number minus an offset, or several. A dict for its order, the newest last.
         self._donors: dict[int, int | dict[int, None]] = {}
         # How many donors share a slot: most windows of a prompt fall into an empty one.
@@ -112,7 +113,7 @@ class AnchorIndex:
         np.add.at(self._filter, _slots(hashes), np.uint32(1))
         values, donors, end = iter(hashes.tolist()), self._donors, 0
         for (key, _), some in zip(chunks, offsets, strict=True):
-            self._last = number = self._last + _ROWS
+            self.newest = number = self.newest + _ROWS
             start, end = end, end + len(some)
             self._chunks[key] = _Anchors(space, number, some, polynomials[start:end])
             self._keys[number] = key
@@ -142,6 +143,16 @@ class AnchorIndex:
         hashes = hashes_in(space, window_polynomials(token_ids, self._window))
         (maybe,) = self._filter[_slots(hashes)].nonzero()
         return any(value in self._donors for value in hashes[maybe].tolist())
+
+    def has_newer(self, space: ChunkKey, token_ids: TokenIds, newest: int) -> bool:
+        """The same, for chunks that were inserted after the one that was the ``newest``."""
+        hashes = hashes_in(space, window_polynomials(token_ids, self._window))
+        (maybe,) = self._filter[_slots(hashes)].nonzero()
+        for value in hashes[maybe].tolist():
+            donors = self._donors.get(value, 0)
+            if (donors if isinstance(donors, int) else next(reversed(donors))) > newest:
+                return True
+        return False
 
     def windows(self, keys: Sequence[ChunkKey]) -> Windows:
         """The windows by which ``keys``, which must be known here, are anchored."""

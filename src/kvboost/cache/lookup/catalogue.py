@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.anchors import WINDOW, AnchorIndex, Run
-from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows, MovedRun
 from kvboost.cache.lookup.prefix_tree import PrefixTree, sortable
 from kvboost.cache.lookup.resemblance import resemblances
 from kvboost.cache.quantize import usable_rows
@@ -116,6 +116,34 @@ class Catalogue:
         moved_runs = tuple(MovedRun(*one) for one in zip(moved, alike, strict=True))
         return KnownRows(exact, approximate, moved_runs)
 
+    @property
+    def newest(self) -> int:
+        """Names the chunk that was added last."""
+        return self._anchors.newest
+
+    def is_current(
+        self,
+        early: EarlyLookup,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        moved_before: int,
+        where: Where,
+    ) -> bool:
+        """Whether an early match still holds: every chunk is where it was, and those added since
+        neither make the exact prefix longer nor have text that is not covered yet."""
+        known = early.known
+        if early.newest != self.newest:
+            gaps = known.gaps(moved_before, self._window)
+            if self._resumes or self._has_newer(root, token_ids, gaps, early.newest):
+                return False
+            last = known.exact[-1] if known.exact else None
+            parent, start = (root, 0) if last is None else (last.chunk.parent, last.start)
+            order = sortable(token_ids)
+            found = self._walk(root, parent, Lineage.EXACT, token_ids, order, start, where)
+            if found and (last is None or found[-1].end > last.end):
+                return False
+        return all(where(hit.chunk.key) == hit.tier for hit in known.hits())
+
     def in_place(
         self, root: ChunkKey, token_ids: TokenIds, repair: str, where: Where
     ) -> tuple[Hit, ...]:
@@ -213,6 +241,17 @@ class Catalogue:
             if before is not None and before.end != info.base_position:
                 problems.append(f"{info.key} does not begin where {before.key} ends")
         return problems
+
+    def _has_newer(
+        self, root: ChunkKey, token_ids: TokenIds, gaps: Sequence[tuple[int, int]], newest: int
+    ) -> bool:
+        """Whether a chunk that was added after ``newest`` seems to have text of these rows."""
+        more = self._window - 1
+        return any(
+            self._anchors.has_newer(space, token_ids[max(0, start - more) : end + more], newest)
+            for start, end in gaps
+            for space in (root, _approximate(root))
+        )
 
     def _walk(
         self,

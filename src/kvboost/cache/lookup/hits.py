@@ -126,9 +126,18 @@ class KnownRows:
             row = max(row, stop)
         return found
 
-    def keys(self) -> Iterator[ChunkKey]:
-        for hit in self.in_place:
-            yield hit.chunk.key
+    def hits(self) -> Iterator[Hit]:
+        yield from self.in_place
         for run in self.moved:
-            for hit in run.hits:
-                yield hit.chunk.key
+            yield from run.hits
+
+    def keys(self) -> Iterator[ChunkKey]:
+        return (hit.chunk.key for hit in self.hits())
+
+
+class EarlyLookup(NamedTuple):
+    """What was ``known`` of a prompt when it arrived, before its turn came."""
+
+    known: KnownRows
+    newest: int
+    """``Catalogue.newest`` at that time."""

@@ -62,13 +62,8 @@ class Front:
                 continue
             headers = {name.decode(): value.decode() for name, value in start["headers"]}
             return StreamingResponse(_rest(messages, headers), start["status"], headers)
-        raise ApiError(
-            503,
-            "no replica can take this request now; try again",
-            kind="server_error",
-            code="no_upstream",
-            headers={"retry-after": "2"},
-        )
+        said = "no replica can take this request now; try again"
+        raise ApiError(503, said, "no_upstream", retry_after=2)
 
 
 async def _rest(messages: Any, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:

@@ -22,7 +22,6 @@ REPORTED_MARKS = 8192
 REPORTED_BLOCKS = 2048
 STALLED_SECONDS = 120.0
 """A replica that has requests and takes no step for so long is replaced."""
-
 Message = dict[str, Any]
 
 

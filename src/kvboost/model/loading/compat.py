@@ -51,114 +51,33 @@ LATENT = Architecture(Positions.ROPE, latent=True)
 STATES = Architecture(Positions.ROPE, packed=False, states=True)
 NO_POSITIONS = Architecture(Positions.NONE, packed=False, states=True)
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "afmoe": ROPE,
-    "apertus": ROPE,
-    "arcee": ROPE,
-    "aria_text": ROPE,
-    "axk1": LATENT,
-    "beam": ROPE,
-    "bitnet": ROPE,
-    "cohere": ROPE,
-    "cohere2": ROPE,
-    "cohere2_moe": ROPE,
-    "cwm": ROPE,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "dots1": ROPE,
-    "ernie4_5": ROPE,
-    "ernie4_5_moe": ROPE,
-    "exaone4": ROPE,
-    "exaone_moe": ROPE,
-    "flex_olmo": ROPE,
-    "flint": ROPE,
-    "gemma": ROPE,
-    "gemma2": ROPE,
-    "gemma3": ROPE,
-    "gemma3_text": ROPE,
-    "gemma3n_text": ROPE,
-    "gemma4": ROPE,
-    "gemma4_text": ROPE,
-    "glm": ROPE,
-    "glm4": ROPE,
-    "glm4_moe": ROPE,
-    "glm4_moe_lite": LATENT,
-    "gpt_neox": ROPE,
-    "gpt_oss": ROPE,
-    "granite": ROPE,
-    "granite_swa": ROPE,
-    "granitemoe": ROPE,
-    "granitemoe_swa": ROPE,
-    "granitemoeshared": ROPE,
-    "helium": ROPE,
-    "hunyuan_v1_dense": ROPE,
-    "hunyuan_v1_moe": ROPE,
-    "hy_v3": ROPE,
-    "hyperclovax": ROPE,
-    "idefics3": ROPE,
-    "internvl": ROPE,  # the InternLM family as transformers ships it
-    "jais2": ROPE,
-    "kimi_k25": LATENT,  # text only
-    "kolibri1": ROPE,
-    "llama": ROPE,
-    "llama4": ROPE,
-    "llama4_text": ROPE,
-    "longcat_flash": LATENT,
-    "mellum": ROPE,
-    "minicpm3": LATENT,
-    "minimax_m2": ROPE,
-    "ministral": ROPE,
-    "ministral3": ROPE,
-    "mistral": ROPE,
-    "mistral3": ROPE,
-    "mistral4": LATENT,
-    "mixtral": ROPE,
-    "modernbert-decoder": ROPE,
-    "nanochat": ROPE,
-    "nemotron": ROPE,
-    "olmo": ROPE,
-    "olmo2": ROPE,
-    "olmo3": ROPE,
-    "olmoe": ROPE,
-    "persimmon": ROPE,
-    "phi": ROPE,
-    "phi3": ROPE,
-    "phimoe": ROPE,
-    "qwen2": ROPE,
-    "qwen2_5_vl": ROPE,
-    "qwen2_moe": ROPE,
-    "qwen3": ROPE,
-    "qwen3_moe": ROPE,
-    "qwen3_vl": ROPE,
-    "seed_oss": ROPE,
-    "smollm3": ROPE,
-    "smolvlm": ROPE,
-    "solar_open": ROPE,
-    "stablelm": ROPE,
-    "starcoder2": ROPE,
-    "vaultgemma": ROPE,
-    "youtu": LATENT,
-    "gpt2": Architecture(Positions.LEARNED),
-    "opt": Architecture(Positions.LEARNED),
-    "bloom": Architecture(Positions.ALIBI, packed=False),
-    "mpt": Architecture(Positions.ALIBI, packed=False),
-    "bamba": STATES,
-    "falcon_h1": STATES,
-    "granitemoehybrid": STATES,
-    "jamba": NO_POSITIONS,
-    "lfm2": STATES,
-    "lfm2_moe": STATES,
-    "nemotron_h": NO_POSITIONS,
-    "olmo_hybrid": STATES,
-    "qwen3_5": STATES,  # text only
-    "qwen3_5_moe": STATES,
-    "qwen3_5_moe_text": STATES,
-    "qwen3_5_text": STATES,
-    "qwen3_next": STATES,
-    "zamba": NO_POSITIONS,
-    "zamba2": STATES,
-    "zaya": STATES,
+_MODEL_TYPES = {
+    ROPE: (
+        "afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 "
+        "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text "
+        "gemma3n_text gemma4 gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite granite_swa "
+        "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+        "hyperclovax idefics3 internvl jais2 kolibri1 llama llama4 llama4_text mellum minimax_m2 "
+        "ministral ministral3 mistral mistral3 mixtral modernbert-decoder nanochat nemotron olmo "
+        "olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen3 qwen3_moe "
+        "qwen3_vl seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma"
+    ),
+    LATENT: (
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k25 longcat_flash minicpm3 mistral4 youtu"
+    ),
+    Architecture(Positions.LEARNED): "gpt2 opt",
+    Architecture(Positions.ALIBI, packed=False): "bloom mpt",
+    STATES: (
+        "bamba falcon_h1 granitemoehybrid lfm2 lfm2_moe olmo_hybrid qwen3_5 qwen3_5_moe "
+        "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya"
+    ),
+    NO_POSITIONS: "jamba nemotron_h zamba",
 }
+"""``internvl`` is how transformers ships the InternLM family. Of Kimi K2.5 and Qwen3.5, only text
+is supported."""
+
+ARCHITECTURES = {name: kind for kind, names in _MODEL_TYPES.items() for name in names.split()}
+"""By model type."""
 
 UNKNOWN = Architecture(Positions.UNKNOWN, packed=False)
 NEW = "is not among the architectures that were tested (docs/models.md)"

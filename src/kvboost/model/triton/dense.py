@@ -76,19 +76,9 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``num_rows`` keys and values of a request, ``[kv_heads, rows, dim]`` each, from a
     layer's ``pages``, ``[pages, kv_heads, page, 2 * dim]``. ``table`` are its pages, int32."""
-    kv_heads, page, dim = check_pages(pages)
-    if num_rows > len(table) * page:
+    if num_rows > len(table) * pages.shape[2]:
         raise ValueError(f"{num_rows} rows need more pages than the {len(table)} of the request")
-    size = (2, kv_heads, num_rows, dim)
-    keys, values = torch.empty(size, dtype=pages.dtype, device=pages.device)
-    _gather_kernel[(triton.cdiv(num_rows, ROWS), kv_heads)](
-        *(pages, *pages.stride()[:3], table, num_rows, None, keys, values, keys.stride(0)),
-        DIM=dim,
-        WIDE=triton.next_power_of_2(dim),
-        PAGE=page,
-        ROWS=ROWS,
-    )
-    return keys, values
+    return _gather(pages, table, num_rows, None, ROWS)
 
 
 def gather_counted(
@@ -97,16 +87,24 @@ def gather_counted(
     """As :func:`gather`, for a number of rows that only the device knows: int32 ``[1]``, at most
     ``most``. The last ``COUNTED_ROWS`` that are begun end with zeros, and nothing is written after
     them."""
+    rows = triton.cdiv(most, COUNTED_ROWS) * COUNTED_ROWS
+    return _gather(pages, table, rows, num_rows, COUNTED_ROWS)
+
+
+def _gather(
+    pages: torch.Tensor, table: torch.Tensor, rows: int, counted: torch.Tensor | None, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of so many ``rows``, ``block`` by a program; of the last only zeros if there
+    are fewer ``counted`` ones."""
     kv_heads, page, dim = check_pages(pages)
-    blocks = triton.cdiv(most, COUNTED_ROWS)
-    size = (2, kv_heads, blocks * COUNTED_ROWS, dim)
+    size = (2, kv_heads, rows, dim)
     keys, values = torch.empty(size, dtype=pages.dtype, device=pages.device)
-    _gather_kernel[(blocks, kv_heads)](
-        *(pages, *pages.stride()[:3], table, size[2], num_rows, keys, values, keys.stride(0)),
+    _gather_kernel[(triton.cdiv(rows, block), kv_heads)](
+        *(pages, *pages.stride()[:3], table, rows, counted, keys, values, keys.stride(0)),
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
         PAGE=page,
-        ROWS=COUNTED_ROWS,
+        ROWS=block,
     )
     return keys, values
 

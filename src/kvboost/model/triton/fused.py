@@ -57,7 +57,7 @@ def _add_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def _rotate_write_kernel(
-    qkv, qkv_stride, num_rows, cos, sin, cos_stride, query_norm, key_norm, eps, slots,
+    qkv, qkv_stride, num_rows, cos, sin, cos_stride, pair_stride, query_norm, key_norm, eps, slots,
     pages, page_stride, head_stride, token_stride, sums, adapters, up, rank, split_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SECOND: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
@@ -121,11 +121,12 @@ def _rotate_write_kernel(
             y_weight = tl.load(weights + HALF + pair, mask=pair < HALF, other=0.0)
             x = _normed(x, total, 2 * HALF, eps, x_weight, element).to(tl.float32)
             y = _normed(y, total, 2 * HALF, eps, y_weight, element).to(tl.float32)
-        turn = row * cos_stride + pair
-        x_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        y_cos = tl.load(cos + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
-        x_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        y_sin = tl.load(sin + turn + SECOND, mask=inside, other=0.0).to(tl.float32)
+        x_turn = row * cos_stride + pair * pair_stride
+        y_turn = x_turn + SECOND * pair_stride
+        x_cos = tl.load(cos + x_turn, mask=inside, other=0.0).to(tl.float32)
+        y_cos = tl.load(cos + y_turn, mask=inside, other=0.0).to(tl.float32)
+        x_sin = tl.load(sin + x_turn, mask=inside, other=0.0).to(tl.float32)
+        y_sin = tl.load(sin + y_turn, mask=inside, other=0.0).to(tl.float32)
         # As the model rounds: each product, then the sum.
         new_x = (x * x_cos).to(element).to(tl.float32) - (y * x_sin).to(element).to(tl.float32)
         new_y = (y * y_cos).to(element).to(tl.float32) + (x * y_sin).to(element).to(tl.float32)
@@ -199,18 +200,20 @@ def rotate_and_write(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
     as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``cos_sin`` may
-    have the numbers of each pair once, ``[rows, dim / 2]``. ``qkv`` is contiguous ``[rows, (heads +
-    2 * kv_heads) * dim]``, and is rotated in place; returns its queries, keys and values, ``[rows,
-    heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms`` are the weights of norms of each
-    query and key. ``addition``: what adapters add before."""
+    have the numbers of each pair once, ``[rows, dim / 2]``, and any strides, which both share.
+    ``qkv`` is contiguous ``[rows, (heads + 2 * kv_heads) * dim]``, and is rotated in place; returns
+    its queries, keys and values, ``[rows, heads, dim]`` and twice ``[rows, kv_heads, dim]``.
+    ``norms`` are the weights of norms of each query and key. ``addition``: what adapters add
+    before."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = cos_sin
+    assert cos.stride() == sin.stride()
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query_norm, key_norm = norms or (None, None)
     many = MANY_ROWS if addition is None else MANY_ADAPTED
     at_once, warps = (ROWS, 4) if len(qkv) >= many else (1, 1)
     _rotate_write_kernel[(triton.cdiv(len(qkv), at_once), heads + 2 * kv_heads)](
-        *(qkv, qkv.stride(0), len(qkv), cos, sin, cos.stride(0), query_norm, key_norm, eps),
+        *(qkv, qkv.stride(0), len(qkv), cos, sin, *cos.stride(), query_norm, key_norm, eps),
         *(slots, pages, *pages.stride()[:3]),
         **(addition.arguments() if addition is not None else NOTHING),
         HEADS=heads,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers
-from kvboost.model.triton.rotation import channels_of
+from kvboost.model.triton.scores import channels_of
 
 ROWS = 32
 """Rows of one program."""

@@ -1,4 +1,4 @@
-"""Parts of kernels: rows in pages, and scores of keys."""
+"""Parts of kernels: rows in pages, scores of keys, and channels that rotate together."""
 
 from __future__ import annotations
 
@@ -82,3 +82,13 @@ def count_sinks(out, weight, sinks, head, used):
 def factor_of(scale, cap):
     """The factor of scores, for weights that are powers of two."""
     return LOG2_E if cap is not None else scale * LOG2_E
+
+
+@triton.jit
+def channels_of(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two channels of each ``pair``: ``(i, i + PAIRS)``, or neighbours if ``INTERLEAVED``."""
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + PAIRS
+    return first, second

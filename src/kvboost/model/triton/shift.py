@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rotation import channels_of
+from kvboost.model.triton.scores import channels_of
 
 COMPARED_ROWS = 16
 """Recomputed rows that a program compares at a time: the errors of more do not fit registers."""

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvboost.errors import StructuredOutputError
 from kvboost.serve.answers.choices import Choice, EngineCall
@@ -25,14 +26,12 @@ from kvboost.structured.formats import FORMATS
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from kvboost.serve.metrics import Metrics
 
 
 class Answers:
     """An iterator of ``(choice, piece)`` in the order in which pieces arrive, and of
-    ``(choice, None)`` when a choice ends. Leaving the ``async with`` block cancels the answers that
+    ``(choice, None)`` when a choice ends. ``aclose`` cancels the answers that
     still run and frees their KV within one step. Pieces wait here until they are taken, so a slow
     client does not slow down the engine."""
 
@@ -51,12 +50,6 @@ class Answers:
         self._stack = AsyncExitStack()
         self._closed = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
     async def aclose(self) -> None:
         self._closed = True
         try:
@@ -71,7 +64,7 @@ class Answers:
         self._stack = streams.pop_all()
         for choice in self.choices:
             self._server.live.begin(choice, self._request_id)
-            choice.read_by(_ChoiceReader(self, choice, self._server.metrics))
+            choice.stream.read_by(_ChoiceReader(self, choice, self._server.metrics))
 
     @property
     def is_waiting(self) -> bool:
@@ -83,11 +76,6 @@ class Answers:
         if not self._arrived:
             await self._wait()
         return self._first()[0]
-
-    async def finish(self) -> None:
-        """Waits until all choices have ended."""
-        async for _ in self:
-            pass
 
     def __aiter__(self) -> Self:
         return self
@@ -189,15 +177,15 @@ class Answers:
         )
 
 
+@dataclass(eq=False)
 class _ChoiceReader:
     """Takes in the pieces of one choice, and measures the time between them."""
 
-    def __init__(self, answers: Answers, choice: Choice, metrics: Metrics) -> None:
-        self._answers = answers
-        self._choice = choice
-        self._metrics = metrics
-        self._seen = 0
-        self._last = 0.0
+    _answers: Answers
+    _choice: Choice
+    _metrics: Metrics
+    _seen: int = 0
+    _last: float = 0.0
 
     def push(self, pieces: list[str]) -> None:
         self._answers.add(*[(self._choice, piece) for piece in pieces])
@@ -207,7 +195,7 @@ class _ChoiceReader:
             self._answers.add(error)
 
     def _measure(self) -> None:
-        now, seen = time.perf_counter(), self._choice.num_tokens
+        now, seen = time.perf_counter(), self._choice.stream.num_tokens
         if self._seen:
             self._metrics.tokens(now - self._last, seen - self._seen)
         else:
@@ -230,7 +218,7 @@ async def open_answers(
     server: ServerState, tenant: str, request_id: str, call: EngineCall, received: float
 ) -> Answers:
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
-    queues none. The caller must close the result, best with ``async with``."""
+    queues none. The caller must close the result."""
     engine = server.engine
     work = partial(
         read,
@@ -266,7 +254,7 @@ async def open_answers(
                 await streams.enter_async_context(stream)
                 choice = Choice(len(choices), prompt_ids, call, stream, received)
                 if wants_logprobs:
-                    choice.read_tokens(TokenReader(engine.decode, int(prompt_ids[-1])))
+                    choice.tokens = TokenReader(engine.decode, int(prompt_ids[-1]))
                 if use is not None:
                     choice.parser = engine.answer_parser(prompt_ids.tolist(), use)
                 choices.append(choice)
@@ -276,8 +264,7 @@ async def open_answers(
 
 
 async def _options(server: ServerState, call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
-    """The options of the engine. Compiles the format of the answer in a thread: it may take
-    seconds."""
+    """The options of the engine. A format is compiled in a thread, which may take seconds."""
     use = call.body.use
 
     def compiled() -> dict[str, Any]:
@@ -301,12 +288,8 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: TokenIds) 
 def _unsupported(error: StructuredOutputError, call: EngineCall) -> ApiError:
     """Names the field of the request that asked for the format."""
     field = "tools" if error.option == "tools" else call.format_field
-    return ApiError(
-        400,
-        str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
-        "unsupported_format",
-        field,
-    )
+    said = str(error) if field is None else f"{field} cannot be enforced: {error.reason}"
+    return ApiError(400, said, "unsupported_format", field)
 
 
 async def _boundaries(
@@ -332,6 +315,9 @@ def _marks(call: EngineCall, prompt_ids: TokenIds) -> dict[str, Any]:
     return {"marks": sorted(ends)} if ends else {}
 
 
+_SHOWN = ("answer_exact_from", "healed_tokens", "drafted_tokens", "accepted_tokens")
+
+
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
     """The ``kvboost`` object of an answer that has ended."""
     result, engine = choice.result, server.engine
@@ -344,10 +330,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "strategy": server.strategy(choice.call.options.get("recompute_strategy")),
         **counts(result.reuse),
         "charged_tokens": result.reuse.charged_tokens,
-        "answer_exact_from": result.answer_exact_from,
-        "healed_tokens": result.healed_tokens,
-        "drafted_tokens": result.drafted_tokens,
-        "accepted_tokens": result.accepted_tokens,
+        **{name: getattr(result, name) for name in _SHOWN},
         "ttft_ms": round(choice.ttft_ms, 3),
         "queue_ms": round(result.timings.queue_ms, 3),
         "total_ms": round(choice.total_ms, 3),
@@ -358,8 +341,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
 
 
 def keep_reports(server: ServerState, answer_id: str, choices: Sequence[Choice]) -> None:
-    """Notes answers that have ended, so that they can be explained by their id: the first to each
-    prompt."""
+    """Notes answers that have ended, to be explained by their id: the first to each prompt."""
     firsts = [choice for choice in choices if choice.index % choice.call.n == 0]
     reports = [choice.result.reuse for choice in firsts]
     server.explanations.keep(firsts[0].call.place.owner, answer_id, reports)
@@ -409,8 +391,7 @@ def _truncated_tokens(body: Generation, context: int | None) -> int | None:
 
 
 def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerState) -> int:
-    """The requested length, or as much as the context still holds. The engine refuses a prompt that
-    leaves no room."""
+    """The requested length, or what the context still holds. The engine refuses a full one."""
     default = server.settings.default_max_tokens
     limit = default if max_tokens is None else max(1, max_tokens)
     context = server.engine.context_length

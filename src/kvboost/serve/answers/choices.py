@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+import kvboost
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.results import AppliedEdit, GenerationResult
@@ -21,11 +22,6 @@ from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.schema.generation import Generation
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-
-if TYPE_CHECKING:
-    from kvboost import AsyncTextStream
-    from kvboost.runtime.streams import AnswerReader
-
 
 T = TypeVar("T")
 
@@ -86,60 +82,42 @@ class EngineCall:
         return work(*arguments)
 
 
+@dataclass(eq=False)
 class Choice:
     """One answer, while it runs and after."""
 
-    def __init__(
-        self,
-        index: int,
-        prompt_ids: TokenIds,
-        call: EngineCall,
-        stream: AsyncTextStream,
-        received: float,
-    ) -> None:
-        self.index = index
-        self.prompt_ids = prompt_ids
-        self.call = call
-        self._stream = stream
-        self.received = received
-        self.submitted = time.perf_counter()
-        self.parser: AnswerParser | None = None
-        """What splits the answer into content, reasoning and calls of tools."""
-        self._tokens: TokenReader | None = None
-        self._shown = 0
-        self.ended: float | None = None
-        self.notes = list(call.notes)
+    index: int
+    prompt_ids: TokenIds
+    call: EngineCall
+    stream: kvboost.AsyncTextStream
+    received: float
+    submitted: float = field(default_factory=time.perf_counter)
+    parser: AnswerParser | None = None
+    """What splits the answer into content, reasoning and calls of tools."""
+    tokens: TokenReader | None = None
+    """What finds the text of tokens, if the request asks for log probabilities."""
+    ended: float | None = None
+    _shown: int = 0
+
+    def __post_init__(self) -> None:
+        self.notes = list(self.call.notes)
         """What the client should know beyond the engine's own notes."""
 
     @property
     def result(self) -> GenerationResult:
         """The result so far."""
         if self.ended is None:
-            return self._stream.result
+            return self.stream.result
         return self._last_result
 
     @cached_property
     def _last_result(self) -> GenerationResult:
-        return self._stream.result
+        return self.stream.result
 
     @property
     def conversation_ids(self) -> TokenIds:
         """The prompt and the answer so far."""
         return np.concatenate([self.prompt_ids, as_token_ids(self.result.token_ids)])
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens have been generated so far."""
-        return self._stream.num_tokens
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows of the prompt and the answer are in place so far."""
-        return self._stream.num_rows
-
-    def read_by(self, reader: AnswerReader) -> None:
-        """Hands the pieces of the answer and its end to ``reader``."""
-        self._stream.read_by(reader)
 
     @property
     def ttft_ms(self) -> float:
@@ -150,9 +128,6 @@ class Choice:
     def total_ms(self) -> float:
         return ((self.ended or time.perf_counter()) - self.received) * 1e3
 
-    def read_tokens(self, reader: TokenReader) -> None:
-        self._tokens = reader
-
     @property
     def is_cut(self) -> bool:
         """Whether a limit has ended the answer."""
@@ -161,15 +136,14 @@ class Choice:
     @property
     def is_plain(self) -> bool:
         """Whether its pieces are text and nothing else."""
-        return self.parser is None and self._tokens is None
+        return self.parser is None and self.tokens is None
 
     def tokens_of(self, piece: str) -> list[ShownToken] | None:
-        """The tokens of ``piece``, the next piece of the answer; None unless the request asked for
-        log probabilities."""
-        if self._tokens is None:
+        """The tokens of the next ``piece``; None if no log probabilities are asked for."""
+        if self.tokens is None:
             return None
         self._shown += len(piece)
-        return self._tokens.take(self.result.logprobs or (), self._shown)
+        return self.tokens.take(self.result.logprobs or (), self._shown)
 
     def parts(self, piece: str) -> list[Part]:
         """What ``piece``, the next piece of the answer, adds to its parts."""

@@ -126,7 +126,11 @@ def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
                 "logprob": token.logprob,
                 "bytes": list(token.shown.encode()),
                 "top_logprobs": [
-                    {"token": text, "logprob": value, "bytes": _bytes(text)}
+                    {
+                        "token": text,
+                        "logprob": value,
+                        "bytes": None if "\ufffd" in text else list(text.encode()),
+                    }
                     for text, _, value in token.top
                 ],
             }
@@ -148,15 +152,10 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
 
 
 def _by_text(token: ShownToken, logprob: float) -> dict[str, float]:
-    """Log probabilities by text. Tokens without text, or with the text of another, have their id as
-    the key."""
+    """Log probabilities by text, or by id where there is no text or it is another token's too."""
     found: dict[str, float] = {}
     for text, token_id, value in ((token.text, token.token_id, logprob), *token.top):
         if token_id == token.token_id and found:
             continue
         found[text if text and text not in found else f"token_id:{token_id}"] = value
     return found
-
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())

@@ -4,8 +4,9 @@ before it becomes more than was sent: what a request expands to is counted first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.errors import ContextLengthError, PromptError
 from kvboost.serve.documents import Document
 from kvboost.serve.errors import ApiError, context_exceeded
@@ -15,24 +16,16 @@ from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ReadPrompt
 from kvboost.tokens.prompt import Conversation, has_images
 
-if TYPE_CHECKING:
-    from kvboost import KVBoost
-
-
 Prompt = str | list[int] | Conversation
-
-
 _PIECE_CHARACTERS = 32 * 1024
-
 _CUT_TOKENS = 16
 """A text that is cut may have a few more tokens than in one piece. So many are not counted."""
-
 _LONG = 8
 """Characters per token of the context from which a text is counted in pieces first. English has
 about four characters per token."""
 
 
-def encode(engine: KVBoost, prompt: Prompt, **options: Any) -> TokenIds:
+def encode(engine: kvboost.KVBoost, prompt: Prompt, **options: Any) -> TokenIds:
     """The token ids of ``prompt``; see :func:`read`."""
     return read(engine, prompt, **options).token_ids
 
@@ -44,7 +37,7 @@ def size_of(prompt: Prompt, size: int) -> int:
 
 
 def read(
-    engine: KVBoost,
+    engine: kvboost.KVBoost,
     prompt: Prompt,
     *,
     add_special_tokens: bool | None = None,
@@ -84,7 +77,7 @@ def read(
     return _fitting(found, limit)
 
 
-def _with_images(engine: KVBoost, prompt: Conversation, truncate: int | None) -> ReadPrompt:
+def _with_images(engine: kvboost.KVBoost, prompt: Conversation, truncate: int | None) -> ReadPrompt:
     """A conversation with images, which cannot be cut."""
     if truncate is not None:
         said = "truncate_prompt_tokens does not go with images: they would be cut"
@@ -98,7 +91,9 @@ def _fitting(found: ReadPrompt, limit: int | None) -> ReadPrompt:
     return found
 
 
-def refuse_long_text(engine: KVBoost, texts: Iterable[str], limit: int, times: int = 1) -> None:
+def refuse_long_text(
+    engine: kvboost.KVBoost, texts: Iterable[str], limit: int, times: int = 1
+) -> None:
     """Raises ApiError if ``texts`` have ``times`` times ``limit`` tokens or more for sure. Counts
     them piece by piece, so that 8 MiB of text cost no more than the context does."""
     texts = list(texts)
@@ -129,7 +124,9 @@ def ending(text: str, most: int, encode: Callable[[str], Sequence[int]]) -> str:
     return text[-size:]
 
 
-def refuse_many_documents(engine: KVBoost, documents: Sequence[Document], most_bytes: int) -> None:
+def refuse_many_documents(
+    engine: kvboost.KVBoost, documents: Sequence[Document], most_bytes: int
+) -> None:
     """Raises ApiError if the texts of ``documents``, which a prompt refers to, do not fit the
     context for certain, or have more than ``most_bytes`` bytes: as many as a client could send.
     Looks at their records and at no text."""
@@ -137,13 +134,9 @@ def refuse_many_documents(engine: KVBoost, documents: Sequence[Document], most_b
     if limit is not None and found >= limit:
         raise _too_long(found, limit)
     if (size := sum(one.size for one in documents)) > most_bytes:
-        raise ApiError(
-            413,
-            f"the prompt refers to {len(documents):,} documents with {size:,} bytes; at most "
-            f"{most_bytes:,} bytes are allowed, as in a body",
-            "prompt_too_large",
-            "messages",
-        )
+        said = f"the prompt refers to {len(documents):,} documents with {size:,} bytes"
+        said += f"; at most {most_bytes:,} bytes are allowed, as in a body"
+        raise ApiError(413, said, "prompt_too_large", "messages")
 
 
 def _too_long(found: int, limit: int, times: int = 1) -> ApiError:

@@ -97,7 +97,6 @@ def new_id() -> str:
 
 
 _random = Random()
-
 _current: ContextVar[RequestRecord | None] = ContextVar("kvboost_request", default=None)
 
 

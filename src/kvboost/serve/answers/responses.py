@@ -43,10 +43,8 @@ from kvboost.serve.schema.generation import Generation
 from kvboost.serve.server import ServerState
 
 _OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
-
 _NAMED = 8
 """Unknown fields that a note names."""
-
 _PART_BYTES = 64 * 1024
 """A part of a stream that has more is sent, even if the next piece has arrived."""
 
@@ -58,18 +56,15 @@ def engine_call(
     engine could ever queue. A tenant among others may use half of the queue, but not the last place
     while it has running requests."""
     n, config = body.n or 1, server.engine.config
+    answers = n * len(prompts)
     share = config.max_waiting
     if caller.counts_as:
         share = (share + 1) // 2 if share > 1 else 0
     limit = share + config.max_running
-    if n * len(prompts) > limit:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server allows "
-            f"{limit} at a time",
-            "too_many_answers",
-            "n" if n > 1 else "prompt",
-        )
+    if answers > limit:
+        said = f"{len(prompts)} prompts and n={n} make {answers} answers"
+        told = f"{said}; this server allows {limit} at a time"
+        raise ApiError(400, told, "too_many_answers", "n" if n > 1 else "prompt")
     place = caller.place(body.cache_salt)
     given = body.engine_options() | {
         "adapter": server.adapter(body.model),
@@ -147,18 +142,17 @@ async def deliver(
         return await unless_gone(request.receive, _whole(opening, writer, call))
     answers, first = await unless_gone(request.receive, _begun(opening))
     return LiveResponse(
-        _events(server, answers, writer, request.state.request_id),
-        media_type,
-        headers(first),
+        _events(server, answers, writer, request.state.request_id), media_type, headers(first)
     )
 
 
 async def _whole(
     opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter, call: EngineCall
 ) -> Response:
-    async with await opening() as answers:
+    async with aclosing(await opening()) as answers:
         first = await answers.begin()
-        await answers.finish()
+        async for _ in answers:
+            pass
         encode = partial(JsonBytes, await writer.whole(answers), headers=headers(first))
         return await call.write(encode)
 
@@ -178,7 +172,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """What ``writer`` writes, in as few parts as possible: all of what has arrived is one. If the
     server stops before the answers have ended, the last event is an error that says so."""
-    async with answers, aclosing(writer.events(answers)) as events:
+    async with aclosing(answers), aclosing(writer.events(answers)) as events:
         written = bytearray()
         try:
             async for one in events:

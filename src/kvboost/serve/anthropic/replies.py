@@ -52,8 +52,7 @@ class MessagesUsage(Reply):
     cache_creation_input_tokens: int
     """Tokens that were not in the cache, of text that was marked."""
     cache_read_input_tokens: int
-    """Rows that were not computed; ``kvboost.exact_tokens`` are those that are what the model would
-    have computed."""
+    """Rows that were not computed; ``kvboost.exact_tokens`` of them are exact."""
     output_tokens: int
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from kvboost.chat.tool_use import ToolUse
@@ -22,12 +22,14 @@ class TextBlock(chat.Marked):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+_LIKE = fields.one_of(
+    fields.text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"
+)
 Content = Annotated[
-    Annotated[fields.Text, Tag("as text")]
-    | Annotated[list[TextBlock], fields.some(fields.MAX_PARTS, least=0), Tag("as list")],
-    fields.one_of(
-        fields.text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"
-    ),
+    fields.TextOrList[
+        fields.Text, Annotated[list[TextBlock], fields.some(fields.MAX_PARTS, least=0)]
+    ],
+    _LIKE,
 ]
 
 
@@ -132,32 +134,25 @@ class ToolUseBlock(chat.Marked):
     type: Literal["tool_use"]
     id: fields.ShortText
     name: chat.ToolName
-    input: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
-    ]
+    input: chat.Arguments
 
 
 _TEXTS = ("text", "document", "search_result")
 
+_TextualBlock = (
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+)
+_ResultBlock = Annotated[
+    _TextualBlock,
+    fields.one_of(_kind_of(*_TEXTS), f"a block of one of the types {', '.join(_TEXTS)}"),
+]
 ResultContent = Annotated[
-    Annotated[fields.Text, Tag("as text")]
-    | Annotated[
-        list[
-            Annotated[
-                Annotated[TextBlock, Tag("text")]
-                | Annotated[DocumentBlock, Tag("document")]
-                | Annotated[SearchResultBlock, Tag("search_result")],
-                fields.one_of(
-                    _kind_of(*_TEXTS), f"a block of one of the types {', '.join(_TEXTS)}"
-                ),
-            ]
-        ],
-        fields.some(fields.MAX_PARTS, least=0),
-        Tag("as list"),
+    fields.TextOrList[
+        fields.Text, Annotated[list[_ResultBlock], fields.some(fields.MAX_PARTS, least=0)]
     ],
-    fields.one_of(
-        fields.text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"
-    ),
+    _LIKE,
 ]
 
 
@@ -176,9 +171,7 @@ class ToolResultBlock(chat.Marked):
 _KINDS = (*_TEXTS, "image", "thinking", "tool_use", "tool_result")
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[SearchResultBlock, Tag("search_result")]
+    _TextualBlock
     | Annotated[SkipJsonSchema[ImageBlock], Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
@@ -195,11 +188,7 @@ _ROLES = {
 class AnthropicMessage(fields.Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Annotated[fields.Text, Tag("as text")]
-        | Annotated[list[Block], fields.some(fields.MAX_PARTS), Tag("as list")],
-        fields.one_of(
-            fields.text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"
-        ),
+        fields.TextOrList[fields.Text, Annotated[list[Block], fields.some(fields.MAX_PARTS)]], _LIKE
     ]
 
     @model_validator(mode="after")
@@ -250,10 +239,7 @@ def _assistant(blocks: Iterable[Block]) -> chat.Message:
     blocks = list(blocks)
     reasoning = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
-        chat.Call(
-            id=block.id,
-            function=chat.CalledFunction.of(block.name, block.input),
-        )
+        chat.Call(id=block.id, function=chat.CalledFunction.of(block.name, block.input))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
@@ -293,13 +279,8 @@ class AnthropicTool(chat.Marked):
         )
 
 
-class AutoChoice(fields.Body):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool | None = None
-
-
-class AnyChoice(fields.Body):
-    type: Literal["any"]
+class FreeChoice(fields.Body):
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
 
 
@@ -313,9 +294,7 @@ class NoChoice(fields.Body):
     type: Literal["none"]
 
 
-AnthropicToolChoice = Annotated[
-    AutoChoice | AnyChoice | ToolNameChoice | NoChoice, Field(discriminator="type")
-]
+AnthropicToolChoice = Annotated[FreeChoice | ToolNameChoice | NoChoice, Field(discriminator="type")]
 
 
 class ThinkingEnabled(fields.Body):
@@ -324,19 +303,13 @@ class ThinkingEnabled(fields.Body):
     """Changes nothing: the model ends its reasoning by itself, or at ``max_tokens``."""
 
 
-class ThinkingAdaptive(fields.Body):
-    type: Literal["adaptive"]
-
-
-class ThinkingDisabled(fields.Body):
-    type: Literal["disabled"]
+class OtherThinking(fields.Body):
+    type: Literal["adaptive", "disabled"]
 
 
 _CHOICES = {"any": "required", "none": "none", "auto": None}
 """In OpenAI's words."""
-Thinking = Annotated[
-    ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")
-]
+Thinking = Annotated[ThinkingEnabled | OtherThinking, Field(discriminator="type")]
 
 
 class OutputFormat(fields.Body):
@@ -395,6 +368,7 @@ class CountTokensRequest(fields.Body):
     def for_chat(self, **more: Any) -> ChatRequest:
         """The same as a chat request, with ``more`` fields."""
         output = self.output_config or OutputConfig()
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
         return ChatRequest.translated(
             self._use,
             model=self.model,
@@ -403,9 +377,7 @@ class CountTokensRequest(fields.Body):
             reasoning_effort=output.effort,
             guided_json=None if output.format is None else output.format.schema_,
             context_management=self.context_management,
-            chat_template_kwargs={
-                "enable_thinking": isinstance(self.thinking, (ThinkingEnabled, ThinkingAdaptive))
-            },
+            chat_template_kwargs={"enable_thinking": thinks},
             **more,
         )
 
@@ -421,11 +393,8 @@ class CountTokensRequest(fields.Body):
         return chat.marks_of([*ends, (before, self.cache_control)])
 
     def _system(self) -> list[chat.Message]:
-        return (
-            []
-            if self.system is None
-            else [chat.Message(role="system", content=text_of(self.system))]
-        )
+        system = self.system
+        return [] if system is None else [chat.Message(role="system", content=text_of(system))]
 
 
 class MessagesRequest(CountTokensRequest):

@@ -49,10 +49,7 @@ async def count_tokens(
         if prompt.applied_edits is None:
             return {"input_tokens": tokens}
         before = tokens + sum(edit.cleared_input_tokens for edit in prompt.applied_edits)
-        return {
-            "input_tokens": tokens,
-            "context_management": {"original_input_tokens": before},
-        }
+        return {"input_tokens": tokens, "context_management": {"original_input_tokens": before}}
 
     return JSONResponse(
         await server.workers.tokenize(caller.counts_as, request.state.body_size, count)

@@ -28,7 +28,6 @@ from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
 
 _DISCARD_SECONDS = 2.0
-
 _DISCARD_BYTES = 64 * 1024**2
 
 
@@ -92,8 +91,7 @@ async def read(
 
 
 async def receive_body(request: Request, settings: ServerSettings) -> bytes:
-    """The whole body, of any kind; empty if there is none. Raises ApiError if it is too large or
-    too slow."""
+    """The whole body, of any kind, or none. Raises ApiError if it is too large or too slow."""
     try:
         return await within(settings.body_seconds, _receive(request, settings))
     except TimeoutError:

@@ -10,8 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvboost.serve.settings import ServerSettings
 
 MAX_HEAD = 64 * 1024
-"""Bytes after which a head that is not complete is refused. ``max_header_bytes`` limits complete
-ones."""
+"""Bytes after which an incomplete head is refused. ``max_header_bytes`` limits complete ones."""
 
 
 class NetworkState(Protocol):

@@ -14,25 +14,17 @@ import msgspec
 
 MAX_VALUES = 256 * 1024
 """JSON values in one body, those in JSON text inside its strings included. About 50 ms to parse."""
-
 MAX_KEYS = 64 * 1024
 """Keys of all JSON objects in one body. They take longer than other values."""
-
 MAX_DEPTH = 32
 """Lists and objects within one another in schemas and in arguments of calls. Chat templates may
 indent each of their lines by its depth."""
-
 MAX_DIGITS = 400
 """Digits of one number. The time to read and write one grows with their square."""
-
 _SMALL_BYTES = MAX_KEYS
-
 _SLICE_BYTES = 256 * 1024
-
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-
 _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
-
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -53,8 +45,7 @@ class JsonBudget:
             self.take(body)
 
     def take(self, text: bytes) -> None:
-        """Counts the values in ``text``. Raises JsonTextError if there are more than are left, or a
-        number is very long."""
+        """Counts the values in ``text``. Raises JsonTextError at too many, or a long number."""
         values = keys = 0
         for values, keys in count_values(text):
             if values > self._values:

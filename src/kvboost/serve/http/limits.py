@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.auth import Tenant
@@ -14,7 +13,6 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 _READING = ("GET", "HEAD", "OPTIONS")
-
 ALWAYS_SERVED = ("/health", "/ready")
 """Orchestrators restart a server that does not answer these. They take no time."""
 
@@ -38,31 +36,21 @@ class HeadLimits:
         framing = 4  # a colon, a blank and the end of the line
         size = sum(len(name) + len(value) + framing for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        if size > settings.max_header_bytes:
-            return ApiError(
-                431,
-                f"the headers have {size:,} bytes; at most {settings.max_header_bytes:,} are "
-                "allowed",
-                "headers_too_large",
-            )
+        if size > (most := settings.max_header_bytes):
+            said = f"the headers have {size:,} bytes; at most {most:,} are allowed"
+            return ApiError(431, said, "headers_too_large")
         headers = dict(scope["headers"])
         origin = None if scope["method"] in _READING else foreign_origin(headers)
         if origin is not None and not {origin, "*"} & {*settings.cors_origins}:
-            return ApiError(
-                403,
-                f"web pages of {shown(origin)} may not use this server; start it with "
-                "--cors-origin to allow them",
-                "origin_not_allowed",
-            )
+            said = f"web pages of {shown(origin)} may not use this server"
+            told = f"{said}; start it with --cors-origin to allow them"
+            return ApiError(403, told, "origin_not_allowed")
         if settings.allowed_hosts:
             host = headers.get(b"host", b"").decode("latin-1")
             if _host_name(host) not in settings.allowed_hosts:
-                return ApiError(
-                    403,
-                    f"this server does not answer to the host name {shown(host)}; start it with "
-                    "--allow-host to add it",
-                    "host_not_allowed",
-                )
+                said = f"this server does not answer to the host name {shown(host)}"
+                told = f"{said}; start it with --allow-host to add it"
+                return ApiError(403, told, "host_not_allowed")
         return None
 
 
@@ -85,10 +73,7 @@ class OpenRequests:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._limits = {
-            True: settings.max_requests,
-            False: settings.max_anonymous_requests,
-        }
+        self._limits = {True: settings.max_requests, False: settings.max_anonymous_requests}
         self._open: Counter[bool] = Counter()
         self._most_of_one = max(1, settings.max_requests // 2)
         self._of_one: Counter[str] = Counter()
@@ -145,17 +130,3 @@ EXPOSED = (
     "x-kvboost-computed-tokens",
 )
 """Headers of responses that scripts of other origins may read."""
-
-
-class Cors(CORSMiddleware):
-    """Answers preflight requests and marks responses for pages of ``origins``; ``*`` means any
-    page. Keys are in a header, never in cookies, so pages may not send credentials."""
-
-    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
-        super().__init__(
-            app,
-            allow_origins=origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
-            expose_headers=EXPOSED,
-        )

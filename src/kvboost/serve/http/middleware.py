@@ -17,13 +17,9 @@ from kvboost.serve.server import ServerState
 logger = logging.getLogger("kvboost.serve")
 
 POLLED_PATHS = ("/kvboost/live", "/metrics", "/health", "/ready")
-"""Machines ask for these every second or so. They are logged as debug messages, and so are the
-files of the page."""
-
+"""Machines ask for these every second. They and the page's files are logged as debug messages."""
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
 _PAGE = "/static/"
-
 _CACHING = b"cache-control"
 
 _RESTRICTING = [
@@ -98,8 +94,7 @@ class RequestMiddleware:
 def _added(
     given: Iterable[tuple[bytes, bytes]], path: str, request_id: str
 ) -> list[tuple[bytes, bytes]]:
-    """The headers that every response gets. No response has any of them but the last, which it
-    keeps."""
+    """The headers that every response gets. One that has the last of them keeps it."""
     added = [(b"x-request-id", request_id.encode()), *_RESTRICTING]
     if all(name != _CACHING for name, _ in given):
         added.append((_CACHING, b"no-cache" if path.startswith(_PAGE) else b"no-store"))

@@ -42,22 +42,22 @@ _WITH_MODEL = (
     *("OllamaChat", "OllamaGenerate", "ShowRequest"),
 )
 """Bodies that name the model."""
-
 _ALWAYS = (403, 431, 500, 503)
-
 _BODY = (400, 408, 413, 415)
 _OF_ANSWERS = (404, 413, 429, 503, 504)
 
-_HEADERS = {
-    "x-request-id": ("string", "Names this request in the server's log"),
-}
 
+def _header(kind: str, said: str) -> dict[str, Any]:
+    return {"description": said, "schema": {"type": kind}}
+
+
+_HEADERS = {"x-request-id": _header("string", "Names this request in the server's log")}
 _REUSE_HEADERS = {
-    "x-kvboost-ttft-ms": ("number", "Milliseconds to the first token"),
-    "x-kvboost-exact-tokens": ("integer", "Prompt rows from the cache, exact"),
-    "x-kvboost-moved-tokens": ("integer", "Prompt rows reused from another position"),
-    "x-kvboost-recomputed-tokens": ("integer", "Moved prompt rows that were computed again"),
-    "x-kvboost-computed-tokens": ("integer", "Prompt rows that were not in the cache"),
+    "x-kvboost-ttft-ms": _header("number", "Milliseconds to the first token"),
+    "x-kvboost-exact-tokens": _header("integer", "Prompt rows from the cache, exact"),
+    "x-kvboost-moved-tokens": _header("integer", "Prompt rows reused from another position"),
+    "x-kvboost-recomputed-tokens": _header("integer", "Moved prompt rows that were computed again"),
+    "x-kvboost-computed-tokens": _header("integer", "Prompt rows that were not in the cache"),
 }
 
 
@@ -72,26 +72,22 @@ def errors(
 
 
 def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Documents that the response may be a stream of ``media_type``, and the headers about
-    reuse."""
-    return {
-        200: {
-            "content": {media_type: {}},
-            "headers": {
-                name: {"description": says, "schema": {"type": kind}}
-                for name, (kind, says) in _REUSE_HEADERS.items()
-            },
-        }
-    }
+    """Documents that the response may be a stream of ``media_type``, with headers about reuse."""
+    return {200: {"content": {media_type: {}}, "headers": dict(_REUSE_HEADERS)}}
 
 
 class Router(APIRouter):
     """A router whose endpoints say their errors."""
 
-    def __init__(self, error: type[replies.Reply] = replies.ErrorReply, **options: Any) -> None:
+    def __init__(
+        self,
+        error: type[replies.Reply] = replies.ErrorReply,
+        stream_type: str = "text/event-stream",
+        **options: Any,
+    ) -> None:
         """``error``: the form of its errors."""
         super().__init__(**options)
-        self._error = error
+        self._error, self._stream_type = error, stream_type
 
     def endpoint(
         self, place: str, reply: Any, *statuses: int, streams: bool = False, **more: Any
@@ -102,7 +98,9 @@ class Router(APIRouter):
         method, _, path = place.partition(" ")
         statuses = (*statuses, *_OF_ANSWERS) if streams else statuses
         responses = errors(*statuses, has_body=method == "POST", model=self._error)
-        responses |= streamed("text/event-stream") if streams else {}
+        if not getattr(self.route_class, "needs_json_type", True):
+            responses.pop(415, None)
+        responses |= streamed(self._stream_type) if streams else {}
         return self.api_route(
             path, methods=[method], response_model=reply, responses=responses, **more
         )
@@ -166,12 +164,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
                 operation["security"] = [{"key": []}]
                 operation["responses"].setdefault("401", _error(401, path))
             for response in operation["responses"].values():
-                response.setdefault("headers", {}).update(
-                    {
-                        name: {"description": says, "schema": {"type": kind}}
-                        for name, (kind, says) in _HEADERS.items()
-                    }
-                )
+                response.setdefault("headers", {}).update(_HEADERS)
     return document
 
 

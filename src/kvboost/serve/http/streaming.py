@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,6 @@ from kvboost.serve.errors import ClientGone
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-
 _ANY_TEXT = "\0any text\0"
 
 
@@ -65,43 +64,11 @@ class TextEvents:
         return b"%b%b%b" % (self._before, _json(text), self._after)
 
 
-@contextmanager
-def stoppable(error: type[Exception]) -> Iterator[Callable[[], None]]:
-    """Gives a function that cancels what the present task does in the block. The block then raises
-    ``error``; if somebody else cancels the task, it raises CancelledError as always. A task of its
-    own for what may be stopped would take longer than most of it."""
-    task = asyncio.current_task()
-    assert task is not None
-    is_stopped = is_over = False
-
-    def stop() -> None:
-        nonlocal is_stopped
-        if not is_over:
-            is_stopped = True
-            task.cancel()
-
-    try:
-        yield stop
-    except asyncio.CancelledError:
-        if not is_stopped:
-            raise
-        task.uncancel()
-        raise error from None
-    finally:
-        is_over = True
-
-
 async def within(seconds: float, work: Awaitable[T]) -> T:
     """The result of ``work``. If it takes longer than ``seconds``, unless these are 0, cancels it
     and raises TimeoutError."""
-    if not seconds:
+    async with asyncio.timeout(seconds or None):
         return await work
-    with stoppable(asyncio.TimeoutError) as stop:
-        timer = asyncio.get_running_loop().call_later(seconds, stop)
-        try:
-            return await work
-        finally:
-            timer.cancel()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -109,10 +76,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     until it has ended and raises ClientGone. The request's body must have been read."""
     task = asyncio.ensure_future(work)
     try:
-        with suppress(_Ended), stoppable(_Ended) as stop:
-            task.add_done_callback(lambda _: stop())
-            while (await receive())["type"] != "http.disconnect":
-                pass
+        # A task of its own for the waiting would take longer than most of the work.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as waiting:
+                task.add_done_callback(lambda _: _end(waiting))
+                while (await receive())["type"] != "http.disconnect":
+                    pass
         if task.done():
             return task.result()
         raise ClientGone
@@ -122,8 +91,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             await asyncio.gather(task, return_exceptions=True)
 
 
-class _Ended(Exception):
-    """What the client waits for has ended."""
+def _end(waiting: asyncio.Timeout) -> None:
+    with suppress(RuntimeError):  # it has ended already
+        waiting.reschedule(0)
 
 
 class LiveResponse(Response):

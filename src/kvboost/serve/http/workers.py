@@ -15,9 +15,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 64 * 1024
 """Smaller inputs take a few milliseconds."""
-
 COMPILERS = 2
-
 MAX_WAITING = 32
 """Formats of one tenant that may wait to be compiled, if there are several tenants."""
 
@@ -35,8 +33,7 @@ class Workers:
         self._compilers = Turns(COMPILERS, "kvboost-compiler")
 
     async def parse(self, tenant: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, which parses or translates a body of ``size`` bytes for
-        ``tenant``."""
+        """The result of ``work``, which parses or translates ``size`` bytes for ``tenant``."""
         if size < LARGE_BYTES:
             return work(*arguments)
         return await self._parser.run(tenant, work, *arguments)
@@ -51,7 +48,7 @@ class Workers:
         """The result of ``work``, which compiles the format of an answer for ``tenant``. Only
         requests with a format wait for each other. Raises ApiError 429 if too many formats of a
         tenant with a name wait."""
-        if tenant and (waiting := self._compilers.num_waiting(tenant)) >= MAX_WAITING:
+        if tenant and (waiting := len(self._compilers.waiting.get(tenant, ()))) >= MAX_WAITING:
             said = f"{waiting} formats of this key wait to be compiled; try again"
             raise ApiError(429, said, "too_many_formats", retry_after=1)
         return await self._compilers.run(tenant, work, *arguments)
@@ -66,17 +63,14 @@ class Turns:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._threads = self._free = threads
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self.waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By tenant, the one whose turn was longest ago first."""
-
-    def num_waiting(self, tenant: str) -> int:
-        return len(self._waiting.get(tenant, ()))
 
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
         """The result of ``work``."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        self.waiting.setdefault(tenant, deque()).append(turn)
         self._begin_turns()
         try:
             await turn
@@ -98,23 +92,23 @@ class Turns:
     def _begin_turns(self) -> None:
         """Gives free threads to tenants, those with the least running work first."""
         while self._free and (tenant := self._next_tenant()) is not None:
-            waiting = self._waiting.pop(tenant)
+            waiting = self.waiting.pop(tenant)
             turn = waiting.popleft()
             if waiting:
-                self._waiting[tenant] = waiting  # behind all others
+                self.waiting[tenant] = waiting  # behind all others
             self._free -= 1
             self._running[tenant] += 1
             turn.set_result(None)
 
     def _next_tenant(self) -> str | None:
         most = max(1, self._threads - 1)
-        may = [one for one in self._waiting if not one or self._running[one] < most]
+        may = [one for one in self.waiting if not one or self._running[one] < most]
         return min(may, key=lambda tenant: self._running[tenant], default=None)
 
     def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        self._waiting[tenant].remove(turn)
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+        self.waiting[tenant].remove(turn)
+        if not self.waiting[tenant]:
+            del self.waiting[tenant]
 
     def _end_turn(self, tenant: str) -> None:
         self._free += 1

@@ -88,7 +88,3 @@ class ShowReply(Reply):
     details: dict[str, Any]
     model_info: dict[str, Any]
     capabilities: list[str]
-
-
-class OllamaVersion(Reply):
-    version: str

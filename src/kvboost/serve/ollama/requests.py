@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import chat, fields
@@ -21,14 +20,13 @@ def _empty(said: str) -> Any:
 
     def check(value: Any) -> Any:
         if value:
-            raise PydanticCustomError("unsupported", said)
+            raise fields.unsupported(said)
         return value
 
     return AfterValidator(check)
 
 
 _NONE_IN_IT: Any = Field(json_schema_extra={"maxItems": 0})
-
 NoImages = Annotated[list[Any], _empty("images are not supported; send text only"), _NONE_IN_IT]
 
 NoContext = Annotated[
@@ -46,9 +44,7 @@ Number = Annotated[int, fields.WHOLE]
 
 class OllamaFunction(fields.Body):
     name: chat.ToolName
-    arguments: Annotated[
-        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(chat.shallow)
-    ] = Field(default_factory=dict)
+    arguments: chat.Arguments = Field(default_factory=dict)
     index: Number | None = None
 
 

@@ -6,16 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.answers.choices import EngineCall
 from kvboost.serve.answers.responses import deliver
 from kvboost.serve.auth import Tenant
 from kvboost.serve.http.bodies import BodyRoute
-from kvboost.serve.http.openapi import errors, streamed
+from kvboost.serve.http.openapi import Router
 from kvboost.serve.http.streaming import unless_gone
 from kvboost.serve.ollama import replies
 from kvboost.serve.ollama.models import all_names, described, listed, running, served_name
@@ -31,6 +30,7 @@ from kvboost.serve.ollama.writer import OllamaWriter
 from kvboost.serve.routes.chat import chat_call
 from kvboost.serve.routes.completions import completion_call
 from kvboost.serve.routes.embeddings import check_dimensions, encode
+from kvboost.serve.schema.replies import Version
 from kvboost.serve.server import Caller, Server, ServerState
 
 API_VERSION = "0.12.11"
@@ -44,17 +44,10 @@ class _AnyTypeRoute(BodyRoute):
     needs_json_type = False
 
 
-def _errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
-    told = errors(*statuses, has_body=has_body, model=replies.OllamaErrorReply)
-    return {status: said for status, said in told.items() if status != 415}
+router = Router(replies.OllamaErrorReply, _NDJSON, route_class=_AnyTypeRoute, tags=["ollama"])
 
 
-_ANSWERED = {**streamed(_NDJSON), **_errors(404, 429, 504)}
-
-router = APIRouter(route_class=_AnyTypeRoute, tags=["ollama"])
-
-
-@router.post("/api/chat", response_model=replies.OllamaChatReply, responses=_ANSWERED)
+@router.endpoint("POST /api/chat", replies.OllamaChatReply, streams=True)
 async def chat(body: OllamaChat, request: Request, server: Server, caller: Caller) -> Response:
     """Answers a conversation in the model's chat template, like Ollama's API."""
 
@@ -66,7 +59,7 @@ async def chat(body: OllamaChat, request: Request, server: Server, caller: Calle
     return await _answer(request, server, body, writer, call if body.messages else None)
 
 
-@router.post("/api/generate", response_model=replies.OllamaGenerateReply, responses=_ANSWERED)
+@router.endpoint("POST /api/generate", replies.OllamaGenerateReply, streams=True)
 async def generate(
     body: OllamaGenerate, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -84,25 +77,24 @@ async def generate(
     return await _answer(request, server, body, writer, call if body.prompt else None)
 
 
-@router.post("/api/embed", response_model=replies.EmbedReply, responses=_errors(404))
+@router.endpoint("POST /api/embed", replies.EmbedReply, 404)
 async def embed(body: EmbedRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Embeds texts, each as a vector of length 1."""
     check_dimensions(server, body.dimensions)
     vectors, tokens = await _embed(
         request, server, body.model, body.inputs(), -1 if body.truncate else None
     )
-    total = time.perf_counter() - request.state.received
     reply = {
         "model": body.model,
         "embeddings": vectors,
-        "total_duration": round(total * 1e9),
+        "total_duration": round((time.perf_counter() - request.state.received) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": tokens,
     }
     return await asyncio.to_thread(JSONResponse, reply)
 
 
-@router.post("/api/embeddings", response_model=replies.LegacyEmbedReply, responses=_errors(404))
+@router.endpoint("POST /api/embeddings", replies.LegacyEmbedReply, 404)
 async def embed_prompt(
     body: LegacyEmbedRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -111,25 +103,25 @@ async def embed_prompt(
     return JSONResponse({"embedding": vector})
 
 
-@router.post("/api/show", response_model=replies.ShowReply, responses=_errors(404))
+@router.endpoint("POST /api/show", replies.ShowReply, 404)
 async def show(body: ShowRequest, server: Server, caller: Caller) -> Response:
     """What the model can do, and how much text it takes."""
     return JSONResponse(await asyncio.to_thread(described, server, body.model))
 
 
-@router.get("/api/tags", response_model=replies.OllamaModels, responses=_errors(has_body=False))
+@router.endpoint("GET /api/tags", replies.OllamaModels)
 async def list_tags(server: Server) -> Response:
     """The names of this server's model, its adapters, and its model for embeddings."""
     return JSONResponse({"models": [listed(server, name) for name in all_names(server)]})
 
 
-@router.get("/api/ps", response_model=replies.RunningModels, responses=_errors(has_body=False))
+@router.endpoint("GET /api/ps", replies.RunningModels)
 async def list_running(server: Server) -> Response:
     """The same models: all of them are loaded."""
     return JSONResponse({"models": [running(server, name) for name in all_names(server)]})
 
 
-@router.get("/api/version", response_model=replies.OllamaVersion, responses=_errors(has_body=False))
+@router.endpoint("GET /api/version", Version)
 async def api_version() -> Response:
     """The version of Ollama whose API this is. ``/version`` has that of KVBoost."""
     return JSONResponse({"version": API_VERSION})

@@ -40,20 +40,18 @@ def _part_kind(value: Any) -> str:
     return "image" if kind == "input_image" else "text"
 
 
-_LIKE = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
+_LIKE = fields.one_of(
+    fields.text_or_list, "a string or a list of parts like {'type': 'input_text', 'text': ...}"
+)
 Content = Annotated[
-    Annotated[fields.Text, Tag("as text")]
-    | Annotated[list[ItemText], fields.some(fields.MAX_PARTS), Tag("as list")],
-    fields.one_of(fields.text_or_list, _LIKE),
+    fields.TextOrList[fields.Text, Annotated[list[ItemText], fields.some(fields.MAX_PARTS)]], _LIKE
 ]
 ItemPart = Annotated[
     Annotated[ItemText, Tag("text")] | Annotated[SkipJsonSchema[ItemImage], Tag("image")],
     Discriminator(_part_kind),
 ]
 MessageContent = Annotated[
-    Annotated[fields.Text, Tag("as text")]
-    | Annotated[list[ItemPart], fields.some(fields.MAX_PARTS), Tag("as list")],
-    fields.one_of(fields.text_or_list, _LIKE),
+    fields.TextOrList[fields.Text, Annotated[list[ItemPart], fields.some(fields.MAX_PARTS)]], _LIKE
 ]
 
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvboost.serve.openai_responses.items import Status
 from kvboost.serve.schema.replies import Reply, ReuseReply
-
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(Reply):

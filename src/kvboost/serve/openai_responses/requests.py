@@ -10,12 +10,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.schema import chat, fields
-from kvboost.serve.schema.formats import (
-    JsonObjectFormat,
-    JsonSchema,
-    SchemaDetails,
-    TextFormat,
-)
+from kvboost.serve.schema.formats import JsonObjectFormat, JsonSchema, SchemaDetails, TextFormat
 from kvboost.serve.schema.generation import ReuseOptions, needs
 from kvboost.serve.schema.requests import ChatRequest
 

@@ -60,13 +60,9 @@ def _conversation(body: ResponseRequest, kept: StoredResponse | None) -> list[Me
     """The messages of a request, after those of the response that it continues."""
     messages = [*(kept.messages if kept is not None else ()), *body.new_messages()]
     if len(messages) >= MAX_MESSAGES:
-        raise ApiError(
-            400,
-            f"the conversation has {len(messages):,} messages; at most {MAX_MESSAGES - 1:,} are "
-            "allowed",
-            "invalid_value",
-            "input",
-        )
+        most = f"at most {MAX_MESSAGES - 1:,} are allowed"
+        said = f"the conversation has {len(messages):,} messages; {most}"
+        raise ApiError(400, said, "invalid_value", "input")
     return messages
 
 
@@ -95,9 +91,8 @@ async def retrieve_response(
 ) -> Response:
     """A response that is kept. It cannot be streamed again."""
     for name in request.query_params:
-        raise ApiError(
-            400, f"{name[:80]} is not a parameter that this server knows", "unknown_field", name
-        )
+        said = f"{name[:80]} is not a parameter that this server knows"
+        raise ApiError(400, said, "unknown_field", name)
     return JSONResponse(server.stored_responses.get(caller.owner, response_id).response)
 
 

@@ -70,13 +70,10 @@ class StoredResponses:
         try:
             return self._current(tenant)[response_id][1]
         except KeyError:
-            raise ApiError(
-                404,
-                f"there is no response {shown(response_id)}; responses are kept for "
-                f"{self._settings.stored_response_seconds:g} s unless they say store=false",
-                "response_not_found",
-                param,
-            ) from None
+            seconds = f"{self._settings.stored_response_seconds:g} s"
+            said = f"there is no response {shown(response_id)}; responses are kept for {seconds}"
+            told = f"{said} unless they say store=false"
+            raise ApiError(404, told, "response_not_found", param) from None
 
     def remove(self, tenant: str, response_id: str) -> None:
         """Raises ApiError 404 if there is no such response."""

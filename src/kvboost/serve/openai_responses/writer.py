@@ -84,22 +84,16 @@ class Output:
 
 
 def _new_item(block: Block) -> dict[str, Any]:
-    number, status = uuid4().hex, "in_progress"
+    more: dict[str, Any]
     match block.kind:
         case "reasoning":
-            item = {"id": f"rs_{number}", "type": "reasoning", "status": status}
-            return {**item, "summary": [], "content": []}
+            prefix, kind, more = "rs", "reasoning", {"summary": [], "content": []}
         case "content":
-            item = {"id": f"msg_{number}", "type": "message", "status": status}
-            return {**item, "role": "assistant", "content": []}
+            prefix, kind, more = "msg", "message", {"role": "assistant", "content": []}
         case "call":
-            item = {"id": f"fc_{number}", "type": "function_call", "status": status}
-            return {
-                **item,
-                "call_id": f"call_{uuid4().hex[:24]}",
-                "name": block.name,
-                "arguments": "",
-            }
+            prefix, kind, more = "fc", "function_call", {"call_id": f"call_{uuid4().hex[:24]}"}
+            more |= {"name": block.name, "arguments": ""}
+    return {"id": f"{prefix}_{uuid4().hex}", "type": kind, "status": "in_progress", **more}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -115,11 +109,7 @@ class ResponseWriter:
     """Writes one response, and keeps it unless the request says otherwise."""
 
     def __init__(
-        self,
-        server: ServerState,
-        tenant: str,
-        body: ResponseRequest,
-        messages: Sequence[Message],
+        self, server: ServerState, tenant: str, body: ResponseRequest, messages: Sequence[Message]
     ) -> None:
         """``messages``: the conversation that is answered, without instructions."""
         self._server = server
@@ -211,6 +201,9 @@ class ResponseWriter:
         }
 
 
+_REPEATED = ("instructions", "max_output_tokens", "model", "previous_response_id", "top_p", "user")
+
+
 def new_response(body: ResponseRequest) -> dict[str, Any]:
     """The response to ``body`` before it has any output."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
@@ -220,17 +213,12 @@ def new_response(body: ResponseRequest) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "completed_at": None,
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+        **{name: getattr(body, name) for name in _REPEATED},
         "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": body.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "service_tier": "default",
         "store": body.store is not False,
@@ -238,10 +226,7 @@ def new_response(body: ResponseRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
-        "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
     }
 
 

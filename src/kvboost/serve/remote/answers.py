@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from kvboost.config import stop_strings
-from kvboost.results import (
-    PHASES,
-    GenerationResult,
-    Healing,
-    ReuseReport,
-    Timings,
-    TokenLogprob,
-)
+from kvboost.results import PHASES, GenerationResult, Healing, ReuseReport, Timings, TokenLogprob
 from kvboost.runtime.streams import AsyncTextStream
-from kvboost.serve.remote.link import Answered
 from kvboost.serve.remote.wire import Ended, News, from_wire
 from kvboost.tokens.text import AnswerText, Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
 
 _NO_TIMES = Timings(0.0, 0.0, **{f"{phase}_ms": 0.0 for phase in PHASES})
 _NOTHING = ReuseReport(())
@@ -105,7 +93,7 @@ class RemoteState:
         )
 
 
-class RemoteStream(AsyncTextStream, Answered):
+class RemoteStream(AsyncTextStream):
     """The answer to one request. Entering it waits until the engine has queued the request, or
     raises the error with which it refuses."""
 
@@ -124,10 +112,12 @@ class RemoteStream(AsyncTextStream, Answered):
         return self
 
     def accepted(self) -> None:
+        """The request is queued."""
         if not self._queued.done():
             self._queued.set_result(None)
 
     def refused(self, error: Exception) -> None:
+        """There is no answer, or no more of it."""
         if self._queued.done():
             self.end(error)
         else:
@@ -135,6 +125,7 @@ class RemoteStream(AsyncTextStream, Answered):
             self._queued.set_exception(error)
 
     def take(self, news: News) -> None:
+        """More of the answer has arrived."""
         self.accepted()
         self._on_news(news)
         if pieces := self.state.take(news):

@@ -34,15 +34,6 @@ _KEPT_ESTIMATES = 1024
 _KEPT_HEALING = 16
 
 
-def wire_images(prompt: ReadPrompt) -> list[wire.WireImage]:
-    """The images of a prompt as a part of a message: as files, which are small."""
-    placed = () if prompt.images is None else prompt.images.placed
-    return [
-        wire.WireImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
-        for one in placed
-    ]
-
-
 class RemoteGrammars:
     """Formats of answers. Their grammars are compiled where answers are computed, and once."""
 
@@ -58,27 +49,18 @@ class RemoteGrammars:
         return grammar
 
 
-class _Method:
-    """A method of the engine's that is a call: its result is of the type ``returns``."""
-
-    def __init__(self, returns: Any) -> None:
-        self._returns = returns
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, engine: RemoteEngine | None, _: type) -> Any:
-        if engine is None:
-            return self
-        return partial(self._call_of(engine._link), self._name, returns=self._returns)
-
-    def _call_of(self, link: Link) -> Callable[..., Any]:
-        return link.call
-
-
-class _Coroutine(_Method):
-    def _call_of(self, link: Link) -> Callable[..., Any]:
-        return link.acall
+_METHODS: dict[str, Any] = {
+    **dict.fromkeys(("warm_later", "forget", "forget_salt"), int),
+    **dict.fromkeys(("unpin", "drop_pin"), Pin | None),
+    "pin_cached": Pin,
+    "pins": list[Pin],
+    "chunks": list[dict[str, Any]],
+    "serving_stats": dict[str, Any],
+    "load_adapter": AdapterInfo,
+    "unload_adapter": AdapterInfo,
+}
+_COROUTINES: dict[str, Any] = {"awarm": int, "apin": Pin}
+"""Methods of the engine's that are calls, and the types of their results."""
 
 
 class RemoteEngine:
@@ -106,6 +88,10 @@ class RemoteEngine:
         """How far answers are, by number."""
         self._healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-embeddings")
+        for name, kind in _METHODS.items():
+            setattr(self, name, partial(link.call, name, returns=kind))
+        for name, kind in _COROUTINES.items():
+            setattr(self, name, partial(link.acall, name, returns=kind))
         link.on_adapters = self._take_adapters
         link.on_failed = self._fail
 
@@ -172,8 +158,8 @@ class RemoteEngine:
         **options: Any,
     ) -> RemoteStream:
         read = self._prompts.read_whole(prompt)
-        ids, images = read.token_ids, wire_images(read)
-        row_id = 0 if read.images is None else read.images.row_id
+        ids, images = read.token_ids, read.images
+        placed = None if images is None else (images.placed, images.row_id)
         text = text_of(self._tokenizer, self._about.eos_ids, options)
         state = RemoteState(text, options, self._explainer(ids))
 
@@ -184,7 +170,7 @@ class RemoteEngine:
         number = self._link.ask(
             stream,
             lambda number: wire.Ask(
-                *(number, ids.tobytes(), max_new_tokens, mode, timeout, options, images, row_id)
+                *(number, ids.tobytes(), max_new_tokens, mode, timeout, options, placed)
             ),
         )
         self._states[number] = state
@@ -219,27 +205,12 @@ class RemoteEngine:
             self._estimates.popitem(last=False)
 
     def estimate_ms(self, num_tokens: int) -> float | None:
-        """As of the last answer to a prompt of that length: asked for with every answer, so the
-        engine sends it along."""
+        """As of the last answer to a prompt of that length: the engine sends it along."""
         if num_tokens not in self._estimates:
             self._keep_estimate(num_tokens, self._link.call("estimate_ms", num_tokens))
         return self._estimates[num_tokens]
 
-    # The cache, and adapters: calls.
-
-    awarm = _Coroutine(int)
-    apin = _Coroutine(Pin)
-    warm_later = _Method(int)
-    pin_cached = _Method(Pin)
-    drop_pin = _Method(Pin | None)
-    unpin = _Method(Pin | None)
-    pins = _Method(list[Pin])
-    forget = _Method(int)
-    forget_salt = _Method(int)
-    chunks = _Method(list[dict[str, Any]])
-    serving_stats = _Method(dict[str, Any])
-    load_adapter = _Method(AdapterInfo)
-    unload_adapter = _Method(AdapterInfo)
+    # The cache, and adapters: calls, most of them in ``_METHODS``.
 
     def adapters(self) -> dict[str, AdapterInfo]:
         return self._adapters

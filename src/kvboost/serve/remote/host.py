@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+import kvboost
 from kvboost.serve.embedder import Encoder, Vectors, advance
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.tokens.hashing import TokenIds
-from kvboost.tokens.images import PlacedImage, PlacedImages, ReadPrompt
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
+from kvboost.tokens.images import PlacedImages, ReadPrompt
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -29,50 +28,33 @@ _AT_ONCE = frozenset({"pin_cached", "drop_pin", "serving_stats", "estimate_ms"})
 """Methods that take a few milliseconds at most."""
 _IN_A_THREAD = frozenset(
     {
-        *(
-            "cache_stats",
-            "chunks",
-            "compile_format",
-            "forget",
-            "forget_salt",
-            "pins",
-            "plan",
-            "trace",
-        ),
-        *("unpin", "warm_later", "load_adapter", "unload_adapter"),
+        *("cache_stats", "chunks", "compile_format", "forget", "forget_salt", "pins", "plan"),
+        *("trace", "unpin", "warm_later", "load_adapter", "unload_adapter"),
     }
 )
 _COROUTINES = frozenset({"awarm", "apin"})
 _WITHOUT_RESULT = frozenset({"compile_format"})
 
 
+@dataclass(eq=False)
 class Host:
     """One API process as the engine's process sees it. For the event loop of that process."""
 
-    def __init__(
-        self,
-        engine: KVBoost,
-        pipe: wire.Pipe[wire.ToEngine],
-        embedding_model: EmbeddingModel | None,
-        on_ready: Callable[[], None],
-        on_lost: Callable[[], None],
-        on_reloaded: Callable[[int, bool], None],
-        on_adapters: Callable[[], None],
-    ) -> None:
-        """``on_adapters``: adapters have changed, which all API processes must know."""
-        self._engine = engine
-        self._pipe = pipe
-        self._own_embedder = embedding_model
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._on_reloaded = on_reloaded
-        self._on_adapters = on_adapters
-        self._answers = Outgoing(engine, pipe)
+    _engine: kvboost.KVBoost
+    _pipe: wire.Pipe[wire.ToEngine]
+    _own_embedder: kvboost.EmbeddingModel | None
+    on_ready: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_reloaded: Callable[[int, bool], None]
+    on_adapters: Callable[[], None]
+    """Adapters have changed, which all API processes must know."""
+
+    def __post_init__(self) -> None:
+        self._answers = Outgoing(self._engine, self._pipe)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._embeddings: dict[int, Generator[None, None, Vectors]] = {}
         self._loop = asyncio.get_running_loop()
-        pipe.on_full = self._when_full
-        self._loop.add_reader(pipe.socket, self._receive)
+        self._pipe.serve_in(self._loop, self._receive)
 
     def send_first(self, data: bytes) -> None:
         """Sends what the process needs to begin."""
@@ -95,32 +77,20 @@ class Host:
         """Ends what it has asked for, and the connection."""
         if self._pipe.socket.fileno() < 0:
             return
-        self._loop.remove_reader(self._pipe.socket)
-        self._loop.remove_writer(self._pipe.socket)
-        self._pipe.on_full = lambda: None
-        self._answers.cancel_all()
+        self._pipe.leave(self._loop)
+        for answer in list(self._answers.running.values()):
+            answer.cancel()
         for task in self._tasks.values():
             task.cancel()
         self._embeddings.clear()
         self._pipe.close()
-
-    def _when_full(self) -> None:
-        self._loop.call_soon_threadsafe(self._write_later)
-
-    def _write_later(self) -> None:
-        if self._pipe.socket.fileno() >= 0:
-            self._loop.add_writer(self._pipe.socket, self._write)
-
-    def _write(self) -> None:
-        if self._pipe.flush():
-            self._loop.remove_writer(self._pipe.socket)
 
     def _receive(self) -> None:
         try:
             messages = self._pipe.receive()
         except wire.Lost:
             self.close()
-            self._on_lost()
+            self.on_lost()
             return
         accepted = []
         for message in messages:
@@ -133,9 +103,9 @@ class Host:
                 case wire.Call():
                     self._call(message)
                 case wire.Ready():
-                    self._on_ready()
+                    self.on_ready()
                 case wire.Reloaded():
-                    self._on_reloaded(message.number, message.taken)
+                    self.on_reloaded(message.number, message.taken)
         if accepted:
             self._pipe.send(wire.Accepted(accepted))
 
@@ -166,10 +136,9 @@ class Host:
 
     def _call(self, call: wire.Call) -> None:
         if call.method in _AT_ONCE:
+            method = getattr(self._engine, call.method)
             try:
-                self._reply(
-                    call, getattr(self._engine, call.method)(*call.arguments, **call.options)
-                )
+                self._reply(call, method(*call.arguments, **call.options))
             except Exception as error:
                 self._refuse(call, error)
         else:
@@ -190,7 +159,7 @@ class Host:
         if method in _IN_A_THREAD:
             found = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
             if method.endswith("load_adapter"):
-                self._on_adapters()
+                self.on_adapters()
             return None if method in _WITHOUT_RESULT else found
         if method == "embed":
             return await self._embed(*arguments)
@@ -224,10 +193,4 @@ class Host:
 def _prompt_of(ask: wire.Ask) -> ReadPrompt:
     """The prompt of a message, which the API process has checked."""
     ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
-    if not ask.images:
-        return ReadPrompt(ids)
-    placed = tuple(
-        PlacedImage(one.data, one.digest, one.num_rows, one.start, one.end, one.grid)
-        for one in ask.images
-    )
-    return ReadPrompt(ids, PlacedImages(ids, placed, ask.row_id))
+    return ReadPrompt(ids, PlacedImages(ids, *ask.images) if ask.images else None)

@@ -8,26 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
 from kvboost.serve.remote import wire
 
+if TYPE_CHECKING:
+    from kvboost.serve.remote.answers import RemoteStream
+
 T = TypeVar("T")
-
-
-class Answered:
-    """What receives an answer of the engine. For the event loop."""
-
-    def accepted(self) -> None:
-        """The request is queued."""
-
-    def take(self, news: wire.News) -> None:
-        """More of the answer has arrived."""
-
-    def refused(self, error: Exception) -> None:
-        """There is no answer, or no more of it."""
 
 
 class Link:
@@ -40,7 +30,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[msgspec.Raw]] = {}
-        self._answers: dict[int, Answered] = {}
+        self._answers: dict[int, RemoteStream] = {}
         self._arrived: deque[wire.ToApi] = deque()
         """What arrived while a call was waited for."""
         self.is_lost = False
@@ -54,16 +44,14 @@ class Link:
         """Receives in the event loop that runs, from now on."""
         self._loop = asyncio.get_running_loop()
         self._home = threading.get_ident()
-        self._pipe.on_full = lambda: self._in_loop(self._write_later)
-        self._loop.add_reader(self._pipe.socket, self._receive)
+        self._pipe.serve_in(self._loop, self._receive)
         self._loop.call_soon(self._take_arrived)
 
     def send(self, message: wire.ToEngine) -> None:
         self._pipe.send(message)
 
-    def ask(self, answer: Answered, make: Callable[[int], wire.ToEngine]) -> int:
-        """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
-        receives it."""
+    def ask(self, answer: RemoteStream, make: Callable[[int], wire.ToEngine]) -> int:
+        """Sends what ``make`` gives for a new number, which it returns; ``answer`` receives it."""
         if self.is_lost:
             raise wire.engine_lost()
         number = next(self._numbers)
@@ -170,37 +158,22 @@ class Link:
             future.set_result(reply.value)
 
     def _lose(self) -> None:
-        """The engine's process has ended: so do all answers and calls, with an error that says
-        so."""
+        """The engine's process has ended: so do all answers and calls, with an error."""
         if not self.is_lost:
             self.close()
             self.on_stop()
 
     def close(self) -> None:
-        """Ends all answers and calls. Threads that wait for one would keep the process from
-        ending."""
+        """Ends all answers and calls: threads that wait would keep the process from ending."""
         self.is_lost = True
         if self._loop is not None:
-            self._loop.remove_reader(self._pipe.socket)
-            self._loop.remove_writer(self._pipe.socket)
+            self._pipe.leave(self._loop)
         for future in list(self._calls.values()):
             if future.set_running_or_notify_cancel():
                 future.set_exception(wire.engine_lost())
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.refused(wire.engine_lost())
-
-    def _in_loop(self, work: Callable[[], None]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(work)
-
-    def _write_later(self) -> None:
-        if self._loop is not None and not self.is_lost:
-            self._loop.add_writer(self._pipe.socket, self._write)
-
-    def _write(self) -> None:
-        if self._loop is not None and self._pipe.flush():
-            self._loop.remove_writer(self._pipe.socket)
 
 
 def _read(value: msgspec.Raw, kind: Any) -> Any:

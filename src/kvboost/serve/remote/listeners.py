@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.wire import News, Step
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -25,7 +23,7 @@ class Outgoing:
     """The answers of one API process. The loop's thread calls it after each step, and it sends what
     is new of all of them at once, from that thread: to wake another one would take longer."""
 
-    def __init__(self, engine: KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
+    def __init__(self, engine: kvboost.KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
         self._engine = engine
         self._pipe = pipe
         self._news: list[News] = []
@@ -65,10 +63,6 @@ class Outgoing:
             ],
             "healing": list(self.healing),
         }
-
-    def cancel_all(self) -> None:
-        for answer in list(self.running.values()):
-            answer.cancel()
 
 
 class AnswerSender:

@@ -12,18 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import kvboost
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
 from kvboost.serve.remote.host import Host
 from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, Start, ToEngine
 from kvboost.serve.settings import RELOADABLE, ServerSettings
-
-if TYPE_CHECKING:
-    from kvboost import KVBoost
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -43,7 +41,7 @@ _LOOK_SECONDS = 1.0
 
 
 def serve(
-    engine: KVBoost,
+    engine: kvboost.KVBoost,
     settings: ServerSettings,
     listening: socket.socket,
     on_ready: Callable[[], None] = lambda: None,
@@ -59,13 +57,13 @@ def serve(
         asyncio.run(Supervisor(engine, settings, listening, on_ready, reread).run())
 
 
+@dataclass
 class ApiProcess:
     """An API process, from this side."""
 
-    def __init__(self, process: subprocess.Popen[bytes], host: Host) -> None:
-        self.process = process
-        self.host = host
-        self.is_ready = False
+    process: subprocess.Popen[bytes]
+    host: Host
+    is_ready: bool = False
 
     def ended(self) -> str:
         """Waits until it has ended; returns how. For a thread."""
@@ -82,7 +80,7 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: kvboost.KVBoost,
         settings: ServerSettings,
         listening: socket.socket,
         on_ready: Callable[[], None],
@@ -247,8 +245,7 @@ class Supervisor:
         self._send_reload()
 
     def _send_reload(self) -> None:
-        """Sends new settings. If the API process ends before it has answered, the next one gets
-        them."""
+        """Sends new settings, to the next API process if this one ends before it has answered."""
         if self._unanswered is not None and self._api is not None:
             settings = pickle.dumps(self._reloads[self._unanswered])
             self._api.host.reload(self._unanswered, settings)

@@ -3,6 +3,7 @@ the socket that carries them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import selectors
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,9 +24,7 @@ from kvboost.errors import KVBoostError
 from kvboost.results import AdapterInfo, Healing, ReuseReport, Timings, TokenLogprob
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from kvboost import EmbeddingModel, KVBoost
+from kvboost.tokens.images import PlacedImage
 
 T = TypeVar("T")
 
@@ -42,17 +41,6 @@ class WireError(msgspec.Struct, array_like=True):
     attributes: dict[str, Any]
 
 
-class WireImage(msgspec.Struct, array_like=True):
-    """An image of a prompt: ``PlacedImage``."""
-
-    data: bytes
-    digest: bytes
-    num_rows: int
-    start: int
-    end: int
-    grid: tuple[int, int] | None
-
-
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """API → engine: answer a prompt. ``number`` names the answer from now on."""
 
@@ -63,9 +51,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     mode: str
     timeout: float | None
     options: dict[str, Any]
-    images: list[WireImage] = []
-    row_id: int = 0
-    """The token that rows of images have for the model."""
+    images: tuple[tuple[PlacedImage, ...], int] | None = None
+    """Of ``PlacedImages``: the images, as files, which are small, and its ``row_id``."""
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -215,13 +202,11 @@ class Pipe(Generic[T]):
         self._complete: deque[bytes] = deque()
         self._leaving: deque[memoryview] = deque()
         self._lock = threading.Lock()
-        self.on_full: Callable[[], None] = lambda: None
-        """Called if something must be kept: ``flush`` is needed once the socket takes more. Any
-        thread may call it."""
+        self.on_full: Callable[[], object] = lambda: None
+        """Called by any thread if something must be kept: ``flush`` is needed later."""
 
     def send(self, message: object) -> None:
-        """Sends a message, or begins to. A message to a process that has ended is dropped: who
-        receives is told."""
+        """Sends a message, or begins to. One to a process that has ended is dropped."""
         self.send_bytes(_encode(message))
 
     def send_bytes(self, data: bytes) -> None:
@@ -310,6 +295,25 @@ class Pipe(Generic[T]):
                 if any(events & selectors.EVENT_READ for _, events in selector.select()):
                     return
 
+    def serve_in(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], None]) -> None:
+        """Has ``loop`` call ``receive`` when something arrives, and send what was kept."""
+        self.on_full = lambda: loop.call_soon_threadsafe(self._write_later, loop)
+        loop.add_reader(self.socket, receive)
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends that."""
+        self.on_full = lambda: None
+        loop.remove_reader(self.socket)
+        loop.remove_writer(self.socket)
+
+    def _write_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.socket.fileno() >= 0:
+            loop.add_writer(self.socket, self._write, loop)
+
+    def _write(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.flush():
+            loop.remove_writer(self.socket)
+
     def shut(self) -> None:
         """Ends the connection. Whoever receives is told, also at this end."""
         with suppress(OSError):
@@ -375,15 +379,12 @@ class EngineDescription:
     """Those that are loaded at first."""
 
     @classmethod
-    def of(cls, engine: KVBoost, tokenizer: bytes) -> EngineDescription:
+    def of(cls, engine: kvboost.KVBoost, tokenizer: bytes) -> EngineDescription:
+        same = ("model_name", "context_length", "vocab_size", "eos_ids", "config")
         return cls(
-            model_name=engine.model_name,
-            context_length=engine.context_length,
-            vocab_size=engine.vocab_size,
-            eos_ids=engine.eos_ids,
+            **{name: getattr(engine, name) for name in same},
             tokenizer=tokenizer,
             image_reader=pickle.dumps(engine.image_reader),
-            config=engine.config,
             facts=engine.facts(),
             dimensions=engine.embedder.dimensions,
             adapters=engine.adapters(),
@@ -401,7 +402,7 @@ class EmbeddingDescription:
     tokenizer: Any
 
     @classmethod
-    def of(cls, model: EmbeddingModel) -> EmbeddingDescription:
+    def of(cls, model: kvboost.EmbeddingModel) -> EmbeddingDescription:
         return cls(
             model.name, model.max_tokens, model.vocab_size, model.dimensions, model.tokenizer
         )

@@ -13,6 +13,7 @@ from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 import kvboost
+from kvboost.results import Pin
 from kvboost.serve.answers.prompts import encode, refuse_long_text
 from kvboost.serve.answers.reports import counts, spans
 from kvboost.serve.auth import Tenant
@@ -24,18 +25,7 @@ from kvboost.serve.http.problems import shown
 from kvboost.serve.http.streaming import LiveResponse, line, unless_gone
 from kvboost.serve.routes.chat import chat_call
 from kvboost.serve.routes.completions import completion_call
-from kvboost.serve.schema import replies
-from kvboost.serve.schema.own import (
-    ChatPlan,
-    ForgetRequest,
-    ForgetText,
-    PinDocument,
-    PinIds,
-    PinRequest,
-    PinText,
-    PlanRequest,
-    WarmRequest,
-)
+from kvboost.serve.schema import own, replies
 from kvboost.serve.server import Caller, Server, ServerState
 
 router = Router(prefix="/kvboost", tags=["admin"], route_class=BodyRoute)
@@ -55,7 +45,7 @@ _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_k
         **errors(404, 413, 429),
     },
 )
-async def warm(body: WarmRequest, request: Request, server: Server, caller: Caller) -> Response:
+async def warm(body: own.WarmRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads documents into the cache, one after the other, while other requests run. The response
     begins after the first document, so a mistake that concerns all of them is an error. With
     several ``contexts``, a last line says how many readings wait for idle time."""
@@ -99,14 +89,14 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
 
 
 @router.endpoint("POST /plan", replies.PlanReply, 404, 413)
-async def plan(body: PlanRequest, request: Request, server: Server, caller: Caller) -> Response:
+async def plan(body: own.PlanRequest, request: Request, server: Server, caller: Caller) -> Response:
     """How a chat or completion request would be served now. Runs nothing."""
     if body.model is not None:
         server.check_model(body.model)
     engine, documents = server.engine, server.documents.texts_of(caller.owner)
 
     def work() -> dict[str, Any]:
-        if isinstance(body, ChatPlan):
+        if isinstance(body, own.ChatPlan):
             call = chat_call(server, caller, body)
         else:
             call = completion_call(server, caller, body)
@@ -153,12 +143,12 @@ async def cache(
 
 
 @router.endpoint("POST /forget", replies.Forgotten, 404)
-async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Response:
+async def forget(body: own.ForgetRequest, server: Server, caller: Caller) -> Response:
     """Forgets a text of any tenant, or everything under one salt; on every tier. No earlier answer
     can be explained afterwards: their prompts may hold the text."""
     engine = server.engine
     server.explanations.clear()
-    if isinstance(body, ForgetText):
+    if isinstance(body, own.ForgetText):
         gone = await server.workers.tokenize(
             caller.counts_as, len(body.text), engine.forget, body.text
         )
@@ -168,19 +158,19 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     return JSONResponse({"forgotten": gone})
 
 
-@router.endpoint("POST /pins", replies.PinReply, 404, 409, 413, 429)
-async def pin(body: PinRequest, request: Request, server: Server, caller: Caller) -> Response:
+@router.endpoint("POST /pins", Pin, 404, 409, 413, 429)
+async def pin(body: own.PinRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads a text unless it is cached, and keeps it from being evicted. To pin it again renews
     it."""
     place = _owner(server, caller, body.tenant).place(body.cache_salt)
     engine, header = server.engine, None
     prompt: str | list[int]
     match body:
-        case PinText():
+        case own.PinText():
             prompt, header = body.text, body.header
-        case PinDocument():
+        case own.PinDocument():
             prompt = server.documents.get(place, body.document_id).text
-        case PinIds():
+        case own.PinIds():
             prompt = body.token_ids
     if isinstance(prompt, str):
         await _refuse_long(server, caller, header or "", prompt)
@@ -198,7 +188,7 @@ async def list_pins(server: Server) -> Response:
     return JSONResponse({"object": "list", "data": [asdict(one) for one in pins], **sizes})
 
 
-@router.endpoint("DELETE /pins/{name}", replies.PinReply, 404)
+@router.endpoint("DELETE /pins/{name}", Pin, 404)
 async def unpin(name: str, server: Server) -> Response:
     """Ends a pin. What it held stays in the cache until it is evicted."""
     found = await asyncio.to_thread(server.engine.drop_pin, name)

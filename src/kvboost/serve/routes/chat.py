@@ -34,7 +34,6 @@ from kvboost.tokens.prompt import Conversation, Prompt, has_images
 router = Router(route_class=BodyRoute, tags=["openai"])
 
 _DAY = 24 * 3600.0
-
 _MAX_CONTEXTS = 16
 """A conversation to edit may have so many times the tokens of the context."""
 
@@ -57,8 +56,7 @@ async def conversation_call(
     make: Callable[[], EngineCall],
     body: ChatRequest | CountTokensRequest,
 ) -> EngineCall:
-    """What ``make`` gives, in a thread if ``body`` is large or asks for edits, with the beginnings
-    that the body marks."""
+    """What ``make`` gives, perhaps in a thread, with the beginnings that ``body`` marks."""
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, make)

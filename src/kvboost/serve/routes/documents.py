@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from fastapi import Depends, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.answers.prompts import encode
-from kvboost.serve.auth import Tenant
+from kvboost.serve.auth import Place, Tenant
 from kvboost.serve.documents import titled
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute, receive_body
@@ -24,8 +24,13 @@ router = Router(
 
 Salt = Annotated[str, Query(max_length=512, description="The cache_salt of its requests.")]
 
-Title = Annotated[str | None, Query(max_length=512, description="A line before the text.")]
 
+async def _place(caller: Caller, cache_salt: Salt = "") -> Place:
+    return caller.place(cache_salt)
+
+
+OwnPlace = Annotated[Place, Depends(_place)]
+Title = Annotated[str | None, Query(max_length=512, description="A line before the text.")]
 Id = Annotated[str, Path(min_length=1, max_length=512)]
 
 
@@ -55,69 +60,55 @@ async def upload_file(
     data = await receive_body(request, server.settings)
     kind = request.headers.get("content-type", "")
     if not kind.strip().lower().startswith("text/"):
-        raise ApiError(
-            415,
-            f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain' and its text "
-            "in UTF-8",
-            "not_text",
-        )
+        said = f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain'"
+        raise ApiError(415, f"{said} and its text in UTF-8", "not_text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the file is not UTF-8: byte {error.start:,} is wrong", "not_utf8"
-        ) from None
+        said = f"the file is not UTF-8: byte {error.start:,} is wrong"
+        raise ApiError(400, said, "not_utf8") from None
     if not text:
         raise ApiError(400, "the file is empty", "invalid_value")
     return await _upload(server, caller, cache_salt, text, title)
 
 
-@router.endpoint("GET /documents", replies.DocumentList, 400)
-async def list_documents(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
+@router.endpoint("GET /documents", replies.ListOf[replies.DocumentReply], 400)
+async def list_documents(server: Server, place: OwnPlace) -> Response:
     """The documents of the caller."""
-    found = server.documents.all(caller.place(cache_salt))
+    found = server.documents.all(place)
     return JSONResponse({"object": "list", "data": [one.describe() for one in found]})
 
 
 @router.endpoint("GET /documents/{document_id}", replies.DocumentWithText, 400, 404)
-async def get_document(
-    document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
-) -> Response:
+async def get_document(document_id: Id, server: Server, place: OwnPlace) -> Response:
     """One document with its text."""
-    document = server.documents.get(caller.place(cache_salt), document_id)
+    document = server.documents.get(place, document_id)
     return JSONResponse({**document.describe(), "text": document.text})
 
 
 @router.endpoint("DELETE /documents/{document_id}", replies.Deleted, 400, 404)
-async def delete_document(
-    document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
-) -> Response:
+async def delete_document(document_id: Id, server: Server, place: OwnPlace) -> Response:
     """Deletes the text. Its KV is evicted some time, or forgotten by ``/kvboost/forget``."""
-    await server.documents.delete(caller.place(cache_salt), document_id)
+    await server.documents.delete(place, document_id)
     return JSONResponse({"id": document_id, "deleted": True})
 
 
-@router.endpoint("GET /sessions", replies.SessionList, 400)
-async def list_sessions(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
+@router.endpoint("GET /sessions", replies.ListOf[replies.SessionReply], 400)
+async def list_sessions(server: Server, place: OwnPlace) -> Response:
     """The caller's conversations whose KV is pinned (``kvboost.session`` of a request)."""
-    found = server.sessions.all(caller.place(cache_salt))
-    return JSONResponse({"object": "list", "data": found})
+    return JSONResponse({"object": "list", "data": server.sessions.all(place)})
 
 
 @router.endpoint("GET /sessions/{session_id}", replies.SessionReply, 400, 404)
-async def get_session(
-    session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
-) -> Response:
+async def get_session(session_id: Id, server: Server, place: OwnPlace) -> Response:
     """One session: its turns, the size of its KV and the time that is left."""
-    return JSONResponse(server.sessions.get(caller.place(cache_salt), session_id))
+    return JSONResponse(server.sessions.get(place, session_id))
 
 
 @router.endpoint("DELETE /sessions/{session_id}", replies.Deleted, 400, 404)
-async def delete_session(
-    session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
-) -> Response:
+async def delete_session(session_id: Id, server: Server, place: OwnPlace) -> Response:
     """Ends a session: its KV may be evicted from now on."""
-    await asyncio.to_thread(server.sessions.delete, caller.place(cache_salt), session_id)
+    await asyncio.to_thread(server.sessions.delete, place, session_id)
     return JSONResponse({"id": session_id, "deleted": True})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -13,7 +13,6 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.auth import Tenant
-from kvboost.serve.embedder import Vectors
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import BodyRoute
 from kvboost.serve.http.openapi import Router
@@ -40,7 +39,7 @@ async def create_embeddings(
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": _base64(row) if as_text else row.tolist(),
+                "embedding": b64encode(row.astype("<f4")).decode() if as_text else row.tolist(),
             }
             for index, row in enumerate(vectors)
         ]
@@ -70,14 +69,10 @@ async def rerank(body: RerankRequest, request: Request, server: Server, caller: 
 
 def check_dimensions(server: ServerState, asked: int | None) -> None:
     """Raises ApiError 400 unless the vectors have as many dimensions as a request asks for."""
-    if asked not in (None, server.embedder.dimensions):
-        raise ApiError(
-            400,
-            f"dimensions={asked} is not supported: this model's vectors have "
-            f"{server.embedder.dimensions} and cannot be shortened",
-            "invalid_value",
-            "dimensions",
-        )
+    own = server.embedder.dimensions
+    if asked not in (None, own):
+        said = f"dimensions={asked} is not supported: this model's vectors have {own}"
+        raise ApiError(400, f"{said} and cannot be shortened", "invalid_value", "dimensions")
 
 
 async def encode(
@@ -103,10 +98,6 @@ async def encode(
         return ids
 
     return await server.workers.tokenize(caller.counts_as, sum(map(len, inputs)), work)
-
-
-def _base64(row: Vectors) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
 def _usage(ids: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -18,7 +18,7 @@ router = Router(
 )
 
 
-@router.endpoint("GET ", replies.AnswerList, 400)
+@router.endpoint("GET ", replies.ListOf[replies.AnswerSummary], 400)
 async def list_answers(server: Server, caller: Caller) -> Response:
     """The answers of this key that can be explained, the oldest first."""
     data = [_head(one) for one in server.explanations.all(caller.owner)]

@@ -1,5 +1,4 @@
-"""``/v1/models``, and loading and unloading adapters as vLLM does. The name of an adapter is the
-``model`` of a request."""
+"""``/v1/models``, and adapters as vLLM has them: their names are models in requests."""
 
 from __future__ import annotations
 
@@ -44,7 +43,10 @@ async def unload_lora_adapter(body: UnloadAdapter, server: Server) -> Response:
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 
-@router.endpoint("GET /v1/models", replies.ModelList, tags=["openai"])
+_Model = replies.AdapterReply | replies.ModelReply
+
+
+@router.endpoint("GET /v1/models", replies.ListOf[_Model], tags=["openai"])
 async def list_models(server: Server) -> Response:
     """The names of this server's model, its adapters, and its model for embeddings."""
     names = (*server.names, *server.adapter_names, *server.embedding_names)
@@ -52,9 +54,7 @@ async def list_models(server: Server) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
-@router.endpoint(
-    "GET /v1/models/{model:path}", replies.AdapterReply | replies.ModelReply, 404, tags=["openai"]
-)
+@router.endpoint("GET /v1/models/{model:path}", _Model, 404, tags=["openai"])
 async def retrieve_model(model: str, server: Server) -> Response:
     """The model under one of its names, an adapter, or the model for embeddings."""
     if model not in server.embedding_names:

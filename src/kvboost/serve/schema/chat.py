@@ -52,40 +52,32 @@ class Mark(NamedTuple):
 
 
 def marks_of(ends: Iterable[tuple[int, CacheControl | None]]) -> list[Mark]:
-    """The marks among ``ends``, each after so many messages; of those with the same lifetime, the
-    last."""
+    """The marks among ``ends``, each after so many messages; of each lifetime the last."""
     found = sorted(Mark(number, mark.seconds) for number, mark in ends if mark is not None)
     return list({mark.seconds: mark for mark in found}.values())
 
 
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII | re.IGNORECASE)
-
 _SHOWN = 40
 
 
 def refuse_unseen(kind: Any, info: ValidationInfo) -> Any:
     """Refuses images that the model cannot be given."""
     if isinstance(info.context, fields.BodyContext) and not info.context.takes_images:
-        raise PydanticCustomError(
-            "unsupported", "images are not supported by this server; send parts of type 'text'"
-        )
+        raise _other_part("images are")
     return kind
 
 
 def _as_data(url: str) -> str:
     """Refuses what is no data URL: this server fetches nothing for strangers."""
     if _DATA_URL.match(url) is None:
-        raise PydanticCustomError(
-            "unsupported",
-            "must be a data URL like 'data:image/png;base64,...', not {shown}: this server fetches "
-            "no addresses",
-            {"shown": repr(url[:_SHOWN])},
-        )
+        like = "must be a data URL like 'data:image/png;base64,...'"
+        said = f"{like}, not {url[:_SHOWN]!r}: this server fetches no addresses"
+        raise fields.unsupported(said)
     return url
 
 
 DataUrl = Annotated[fields.Text, AfterValidator(_as_data)]
-
 Detail = Literal["auto", "low", "high", "original"]
 """Changes nothing: the model's own image processor decides how an image is scaled."""
 
@@ -157,8 +149,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedTool, Tag("a tool")],
     fields.one_of(
-        choice_kind,
-        "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}",
+        choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
     ),
 ]
 
@@ -169,13 +160,6 @@ def described_tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **given}}
 
 
-class Described(Protocol):
-    """A tool in the words of some API."""
-
-    def described(self) -> dict[str, Any]:
-        """As chat templates and grammars expect it."""
-
-
 class Named(Protocol):
     """The choice of one tool."""
 
@@ -184,9 +168,10 @@ class Named(Protocol):
 
 
 def make_use(
-    tools: Sequence[Described] | None, choice: str | Named | None, parallel: bool | None
+    tools: Sequence[Any] | None, choice: str | Named | None, parallel: bool | None
 ) -> ToolUse:
-    """What a request says about tools. Raises a validation error if it contradicts itself."""
+    """What a request says about ``tools`` of some API, each of which can be ``described``. Raises a
+    validation error if it contradicts itself."""
     given = [tool.described() for tool in tools or ()]
     names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):
@@ -202,25 +187,22 @@ def make_use(
 
 
 OTHER_PARTS = {
-    "image_url": "images are",
-    "input_image": "images are",
-    "image": "images are",
-    "input_audio": "audio is",
-    "audio_url": "audio is",
+    **dict.fromkeys(("image_url", "input_image", "image"), "images are"),
+    **dict.fromkeys(("input_audio", "audio_url"), "audio is"),
+    **dict.fromkeys(("file", "input_file"), "files are"),
     "video_url": "videos are",
-    "file": "files are",
-    "input_file": "files are",
     "document": "documents are",
 }
 
 
+def _other_part(what: str) -> PydanticCustomError:
+    said = f"{what} not supported by this server; send parts of type 'text'"
+    return fields.unsupported(said)
+
+
 def refuse_other_parts(kind: Any) -> Any:
     if isinstance(kind, str) and kind in OTHER_PARTS:
-        raise PydanticCustomError(
-            "unsupported",
-            "{what} not supported by this server; send parts of type 'text'",
-            {"what": OTHER_PARTS[kind]},
-        )
+        raise _other_part(OTHER_PARTS[kind])
     return kind
 
 
@@ -271,6 +253,11 @@ def shallow(value: Any) -> Any:
     return value
 
 
+Arguments = Annotated[
+    dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(shallow)
+]
+
+
 class CalledFunction(fields.Body):
     name: ToolName
     arguments: fields.Text
@@ -315,8 +302,7 @@ class Call(fields.Body):
 
 
 class Message(Marked):
-    """The fields that are not supported come first: the error about a message names the first wrong
-    field."""
+    """Fields that are not supported come first: errors name the first wrong field."""
 
     function_call: None = None
     audio: None = None

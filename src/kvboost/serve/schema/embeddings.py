@@ -25,8 +25,7 @@ class EmbeddingRequest(fields.Body):
     user: fields.Text | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        inputs: list[str] | list[list[int]] = fields.as_prompts(self.input)
-        return inputs
+        return fields.as_prompts(self.input)
 
 
 class RerankRequest(fields.Body):
@@ -53,9 +52,7 @@ class EmbeddingUsage(replies.Reply):
     total_tokens: int
 
 
-class EmbeddingList(replies.Reply):
-    object: Literal["list"]
-    data: list[EmbeddingReply]
+class EmbeddingList(replies.ListOf[EmbeddingReply]):
     model: str
     usage: EmbeddingUsage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,41 +25,26 @@ from kvboost.serve.http.json_text import JsonBudget, parse_json
 
 MAX_UNKNOWN = 64
 """Unknown fields of one object."""
-
 MAX_MESSAGES = 8192
-
 MAX_PARTS = 4096
 """Parts of one message."""
-
 MAX_TOKEN_IDS = 256 * 1024
 """Token ids of one prompt."""
-
 MAX_N = 8
-
 MAX_PROMPTS = 32
-
 MAX_DOCUMENTS = 256
-
 MAX_INPUTS = 2048
 """Texts of one request for embeddings."""
-
 MAX_STOPS = 64
-
 MAX_WORDS = 1024
 """Words or tokens that end an answer, or that it must not have."""
-
 MAX_BIASES = 1024
-
 MAX_METADATA = 16
-
 MAX_TOOLS = 128
-
 MAX_CALLS = 128
 """Calls of tools in one message."""
-
 MAX_CHOICES = 1024
 """Strings of ``guided_choice``."""
-
 MAX_SEED = 2**63 - 1
 """Larger seeds start again at 0."""
 
@@ -82,56 +67,49 @@ def some(most: int, least: int = 1) -> Any:
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
+def too_many(said: str) -> PydanticCustomError:
+    """The error for an object or list that has more than it may have."""
+    return PydanticCustomError("too_many", "{said}", {"said": said})
+
+
+def unsupported(said: str) -> PydanticCustomError:
+    """The error for something that this server cannot do."""
+    return PydanticCustomError("unsupported", "{said}", {"said": said})
+
+
 def at_most(most: int) -> BeforeValidator:
     """Refuses a larger object before any of its items is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has {count} entries; at most {most} are allowed",
-                {"count": f"{len(value):,}", "most": most},
-            )
+            raise too_many(f"has {len(value):,} entries; at most {most} are allowed")
         return value
 
     return BeforeValidator(check)
 
 
 def one_of(kind: Callable[[Any], str | None], said: str) -> Discriminator:
-    """For unions: ``kind`` names the branch of a value. If it names none, the error says what is
-    allowed."""
-    return Discriminator(
-        kind,
-        custom_error_type="one_of",
-        custom_error_message=f"must be {said}",
-    )
+    """For unions: ``kind`` names the branch of a value; if none, the error says what is allowed."""
+    return Discriminator(kind, custom_error_type="one_of", custom_error_message=f"must be {said}")
 
 
+S = TypeVar("S")
+T = TypeVar("T")
+TextOrList = Annotated[S, Tag("as text")] | Annotated[T, Tag("as list")]
+"""A union for ``one_of(text_or_list, ...)``."""
 WHOLE = BeforeValidator(_whole)
-
 Text = Annotated[str, AfterValidator(_unicode)]
-
 SomeText = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
-
 ShortText = Annotated[str, Field(max_length=512), AfterValidator(_unicode)]
-
 TOKEN_ID = "Token id"
-
 BIASED_ID = r"^[0-9]{1,9}$"
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
-
 TokenIds = Annotated[list[TokenId], some(MAX_TOKEN_IDS)]
-
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 LogitBias = Annotated[
-    dict[
-        Annotated[str, Field(pattern=BIASED_ID)],
-        Annotated[float, Field(ge=-100.0, le=100.0)],
-    ],
+    dict[Annotated[str, Field(pattern=BIASED_ID)], Annotated[float, Field(ge=-100.0, le=100.0)]],
     Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
     at_most(MAX_BIASES),
 ]
@@ -150,25 +128,17 @@ TemplateOptions = Annotated[
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model shall think."""
-
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
-
 Truncate = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 """Tokens to which a text is cut; -1: as many as the model takes."""
-
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-
 TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 """0 and -1 turn it off."""
-
 Seed = Annotated[int, WHOLE]
 """Any whole number: readers that hold numbers in a double cannot keep a limit of 64 bits."""
-
 MAX_TTL = 30 * 24 * 3600.0
 """Seconds for which anything may be pinned over HTTP, unless it has no end."""
-
 Ttl = Annotated[float, Field(gt=0.0, le=MAX_TTL)]
-
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 Logprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
 
@@ -239,7 +209,7 @@ def several_prompts(most: int) -> Discriminator:
     return one_of(prompt_kind, said)
 
 
-def as_prompts(value: Any) -> Any:
+def as_prompts(value: Any) -> list[str] | list[list[int]]:
     """The prompts of such a union, even if there is only one."""
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
@@ -251,7 +221,7 @@ def single_prompt_kind(value: Any) -> str | None:
 
 def _never(value: bool) -> bool:
     if value:
-        raise PydanticCustomError("unsupported", "true is not supported by this server")
+        raise unsupported("true is not supported by this server")
     return value
 
 
@@ -309,11 +279,8 @@ class Body(BaseModel):
         known = cls._known_fields()
         if len(value.keys() - known) > MAX_UNKNOWN:  # each would be an error or a note
             unknown = next(name for name in value if name not in known)
-            raise PydanticCustomError(
-                "too_many_fields",
-                "has {count} fields, and {unknown} is not a field that this server knows",
-                {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
-            )
+            named = f"{unknown[:80]!r} is not a field that this server knows"
+            raise too_many(f"has {len(value):,} fields, and {named}")
         given = {name: one for name, one in value.items() if one is not None}
         if cls.leaves_out_unknown and isinstance(info.context, BodyContext):
             info.context.leave_out(given, known)

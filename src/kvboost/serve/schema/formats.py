@@ -12,13 +12,10 @@ from kvboost.serve.schema import fields
 
 MAX_GRAMMAR = 256 * 1024
 """Characters of a regular expression or grammar."""
-
 MAX_SCHEMA_VALUES = 8192
 """JSON values in one schema."""
-
 MAX_PROPERTIES = 1024
-"""Properties of one object in a schema. The time to compile them grows with their square: so many
-take half a second."""
+"""Properties of one object in a schema. So many compile in half a second, twice as many in two."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
@@ -30,24 +27,15 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
         seen += len(inside)
         properties = value.get("properties") if isinstance(value, dict) else None
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has an object of {count} properties; at most {most} are allowed",
-                {"count": f"{len(properties):,}", "most": f"{MAX_PROPERTIES:,}"},
-            )
+            most = f"at most {MAX_PROPERTIES:,} are allowed"
+            raise fields.too_many(f"has an object of {len(properties):,} properties; {most}")
         if seen > MAX_SCHEMA_VALUES:
-            raise PydanticCustomError(
-                "too_many_items",
-                "has more than {most} JSON values; make the schema smaller",
-                {"most": f"{MAX_SCHEMA_VALUES:,}"},
-            )
+            said = f"has more than {MAX_SCHEMA_VALUES:,} JSON values"
+            raise fields.too_many(f"{said}; make the schema smaller")
         waiting += [one for one in inside if isinstance(one, (dict, list))]
     if depth_of(schema) > MAX_DEPTH:
-        raise PydanticCustomError(
-            "too_many_items",
-            "is nested deeper than {most} lists and objects; make the schema flatter",
-            {"most": MAX_DEPTH},
-        )
+        said = f"is nested deeper than {MAX_DEPTH} lists and objects"
+        raise fields.too_many(f"{said}; make the schema flatter")
     return schema
 
 
@@ -68,9 +56,7 @@ def _parsed(value: Any, info: ValidationInfo) -> Any:
 
 
 SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parsed)]
-
 GrammarText = Annotated[fields.SomeText, Field(max_length=MAX_GRAMMAR)]
-
 Choices = Annotated[list[fields.SomeText], fields.some(fields.MAX_CHOICES)]
 
 
@@ -131,8 +117,7 @@ class StructuredOutputs(fields.Body):
 
 
 class Formats(fields.Body):
-    """The fields of vLLM, SGLang and llama.cpp, for chat and completions. At most one format may be
-    given."""
+    """The fields of vLLM, SGLang and llama.cpp. At most one format may be given."""
 
     guided_json: SchemaOrText | None = None
     guided_regex: GrammarText | None = None

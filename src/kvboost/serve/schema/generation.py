@@ -1,4 +1,4 @@
-"""The field ``context_management`` of requests: its schema, and the check of its value."""
+"""The fields that chat and completions share, with their checks as the engine's options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def _amount(least: int, *types: str) -> dict[str, Any]:
 
 
 _NAMES = {"type": "array", "items": {"type": "string"}}
-
 _ALL = [{"const": "all"}, _object(("type",), type={"const": "all"})]
 
 _TOOL_USES = _object(
@@ -44,9 +43,7 @@ _TOOL_USES = _object(
 )
 
 _THINKING = _object(
-    ("type",),
-    type={"const": THINKING},
-    keep={"anyOf": [_amount(1, "thinking_turns"), *_ALL]},
+    ("type",), type={"const": THINKING}, keep={"anyOf": [_amount(1, "thinking_turns"), *_ALL]}
 )
 
 _EDITS = {"type": "array", "items": {"anyOf": [_THINKING, _TOOL_USES]}, "maxItems": 2}
@@ -65,13 +62,11 @@ def _check(given: dict[str, Any]) -> dict[str, Any]:
 ContextManagement = Annotated[
     dict[str, Any], Field(json_schema_extra=_object(edits=_EDITS)), AfterValidator(_check)
 ]
-"""Edits of a conversation before it is read. As in all objects of ours, an unknown field is a
-mistake."""
+"""Edits of a conversation before it is read. An unknown field in it is a mistake."""
 
 
 def needs(field: str, kind: str, other: str, has: dict[str, Any] | None = None) -> dict[str, Any]:
-    """JSON Schema for: ``field``, if it is of this ``kind``, needs ``other``, which must be true or
-    as ``has`` says."""
+    """JSON Schema: a ``field`` of this ``kind`` needs ``other``, true or as ``has`` says."""
     return {
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
         "then": {"properties": {other: has or {"const": True}}, "required": [other]},

@@ -21,12 +21,15 @@ class DocumentUpload(fields.OwnBody):
     cache_salt: fields.ShortText = ""
 
 
-class _PinRequest(fields.OwnBody):
-    ttl: fields.Ttl | None = None
-    """Seconds; without it the pin has no end."""
+class _ForTenant(fields.OwnBody):
     cache_salt: fields.ShortText = ""
     tenant: fields.Text | None = None
-    """The name of the key to pin for. Default: the caller's own."""
+    """The name of the key whose text it is. Default: the caller's own."""
+
+
+class _PinRequest(_ForTenant):
+    ttl: fields.Ttl | None = None
+    """Seconds; without it the pin has no end."""
 
 
 class PinText(_PinRequest):
@@ -60,7 +63,7 @@ PinRequest = Annotated[
 ]
 
 
-class WarmRequest(fields.OwnBody):
+class WarmRequest(_ForTenant):
     """Documents to read before a request asks about them."""
 
     documents: Annotated[list[fields.SomeText], fields.some(fields.MAX_DOCUMENTS)]
@@ -69,9 +72,6 @@ class WarmRequest(fields.OwnBody):
     contexts: Annotated[int, Field(ge=1, le=MOST_CONTEXTS), fields.WHOLE] = 1
     """In how many contexts each is read: at once after the header, then, in idle time, after the
     header and another of them, if there is one."""
-    cache_salt: fields.ShortText = ""
-    tenant: fields.Text | None = None
-    """The name of the key to read them for. Default: the caller's own."""
 
 
 class ChatPlan(ChatRequest):
@@ -109,12 +109,10 @@ class ForgetText(fields.OwnBody):
     text: fields.SomeText
 
 
-class ForgetSalt(fields.OwnBody):
+class ForgetSalt(_ForTenant):
     """A salt whose chunks are all to be forgotten."""
 
     cache_salt: fields.ShortText
-    tenant: fields.Text | None = None
-    """The name of the key whose salt it is. Default: the caller's own."""
 
 
 ForgetRequest = Annotated[

@@ -3,13 +3,22 @@ the tests compare them with these models."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from kvboost.results import AnswerAudit, Divergence, Part, Pin
+
+T = TypeVar("T")
 
 
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class ListOf(Reply, Generic[T]):
+    object: Literal["list"]
+    data: list[T]
 
 
 class ErrorDetail(Reply):
@@ -66,47 +75,13 @@ class ReuseReply(PlannedReuse):
     total_ms: float
 
 
-class DivergenceReply(Reply):
-    """Where a prompt leaves the cached text that it shares most with, and how the line goes on on
-    both sides. Where keys share one cache, ``cached`` is for administrators."""
-
-    row: int
-    line: int
-    before: str
-    prompt: str
-    cached: str | None
-    replaced: tuple[int, int] | None
-    """How many cached tokens were replaced by how many."""
-
-
-class PartReply(Reply):
-    """Rows ``[start, end)`` that have one source for one reason."""
-
-    start: int
-    end: int
-    kind: Literal["exact", "approximate", "moved", "compute"]
-    why: Literal[
-        "prefix", "past", "moved", "new", "short", "last", "gone", "slower", "mode", "model"
-    ]
-    detail: str
-    text: str
-    recomputed: int
-    tiers: list[str]
-    distance: int | None
-    rows_changed: float | None
-    before_then: str | None
-    before_now: str | None
-    document: str | None
-    """The name of the document that holds the text, if the server knows it."""
-
-
 class ExplanationReply(Reply):
     """Why each part of a prompt was or was not reused."""
 
     prompt_tokens: int
     computed_tokens: int
-    divergence: DivergenceReply | None
-    parts: list[PartReply]
+    divergence: Divergence | None
+    parts: list[Part]
     notes: list[str]
     map: list[Literal["exact", "approximate", "moved", "recomputed", "compute"]]
     """The prompt in 64 cells of equal length: what most tokens of each are."""
@@ -118,11 +93,6 @@ class AnswerSummary(Reply):
     created: int
     prompt_tokens: int
     cached_tokens: int
-
-
-class AnswerList(Reply):
-    object: Literal["list"]
-    data: list[AnswerSummary]
 
 
 class AnswerExplanation(AnswerSummary):
@@ -249,19 +219,22 @@ class ChatChoice(Reply):
     kvboost: ReuseReply | None = None
 
 
-class ChatCompletion(Reply):
+class AnyCompletion(Reply):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
+    usage: Usage
+    kvboost: ReuseReply
+
+
+class ChatCompletion(AnyCompletion):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    usage: Usage
     context_management: EditsReply | None = None
     """There if the request has this field."""
-    kvboost: ReuseReply
 
 
 class CompletionLogprobs(Reply):
@@ -282,15 +255,9 @@ class CompletionChoice(Reply):
     kvboost: ReuseReply | None = None
 
 
-class Completion(Reply):
-    id: str
+class Completion(AnyCompletion):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
-    kvboost: ReuseReply
 
 
 class ModelReply(Reply):
@@ -309,11 +276,6 @@ class AdapterReply(ModelReply):
     digest: str
     """Identifies its content; text is cached under it."""
     rank: int
-
-
-class ModelList(Reply):
-    object: Literal["list"]
-    data: list[AdapterReply | ModelReply]
 
 
 class Unloaded(Reply):
@@ -384,15 +346,6 @@ class ReadingReply(Reply):
     estimated_ms_without_reuse: float | None
 
 
-class AuditReply(Reply):
-    """How far an answer was from an exact one."""
-
-    compared_tokens: int
-    agreement: float
-    first_divergence: int | None
-    mean_kl: float | None
-
-
 class HealedRequest(Reply):
     """What has become of the approximate rows of one of the last answers."""
 
@@ -400,7 +353,7 @@ class HealedRequest(Reply):
     approximate_tokens: int
     healed_tokens: int
     status: Literal["waiting", "done", "replaced", "dropped", "failed"]
-    audit: AuditReply | None
+    audit: AnswerAudit | None
 
 
 class LiveReply(Reply):
@@ -438,11 +391,6 @@ class DocumentWithText(DocumentReply):
     """As prompts contain it, title included."""
 
 
-class DocumentList(Reply):
-    object: Literal["list"]
-    data: list[DocumentReply]
-
-
 class SessionReply(Reply):
     id: str
     object: Literal["session"]
@@ -454,27 +402,12 @@ class SessionReply(Reply):
     expires_in: float
 
 
-class SessionList(Reply):
-    object: Literal["list"]
-    data: list[SessionReply]
-
-
 class Deleted(Reply):
     id: str
     deleted: Literal[True]
 
 
-class PinReply(Reply):
-    name: str
-    tokens: int
-    chunks: int
-    bytes: int
-    ttl: float | None
-
-
-class PinList(Reply):
-    object: Literal["list"]
-    data: list[PinReply]
+class PinList(ListOf[Pin]):
     bytes: int
     """Of all pinned chunks; one that several pins hold counts once."""
     max_bytes: int

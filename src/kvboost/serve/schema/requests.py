@@ -150,12 +150,7 @@ _BEST_OF_IS_N: dict[str, Any] = {
 
 class CompletionRequest(Generation):
     model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [
-                needs("stream_options", "object", "stream"),
-                _BEST_OF_IS_N,
-            ]
-        }
+        json_schema_extra={"allOf": [needs("stream_options", "object", "stream"), _BEST_OF_IS_N]}
     )
 
     prompt: Annotated[
@@ -198,5 +193,4 @@ class CompletionRequest(Generation):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Sequence[str | list[int]]:
-        prompts: Sequence[str | list[int]] = fields.as_prompts(self.prompt)
-        return prompts
+        return fields.as_prompts(self.prompt)

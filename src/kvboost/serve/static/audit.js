@@ -3,12 +3,12 @@
 
 import { Chart } from "./charts.js";
 import { count, element, percent, plural } from "./dom.js";
+import { gauge } from "./gauges.js";
 
 /** Three gauges: tokens that were healed, tokens that agree, and the KL of answers. */
 export class AuditGauge extends Chart {
   constructor(place) {
     super(place, "Healing and audit");
-    this.legend.remove();
   }
 
   update(healing, audit) {
@@ -93,19 +93,6 @@ function kl(value) {
   return value >= 0.001 || value === 0
     ? String(Number(value.toPrecision(2)))
     : value.toExponential(1);
-}
-
-function gauge(name, facts, share, kind) {
-  const fill = element("span", { class: `fill ${kind}` });
-  fill.style.width = `${100 * Math.min(1, share)}%`;
-  const said = facts.filter(Boolean).join(" · ");
-  return element(
-    "div",
-    { class: "tier" },
-    element("span", { class: "of" }, name),
-    element("span", { class: "value" }, said),
-    element("span", { class: "bar gauge" }, ...(share ? [fill] : [])),
-  );
 }
 
 function tick(kind, share) {

@@ -1,7 +1,7 @@
 // The chunks in the cache, the most valuable first, and the form to forget a text.
 
 import { explained, sendForJson } from "./api.js";
-import { byId, bytes, count, element, percent, plural } from "./dom.js";
+import { byId, bytes, setError, count, element, percent, plural } from "./dom.js";
 
 /** Returns a function that loads the list again. */
 export function startCache() {
@@ -19,10 +19,9 @@ export function startCache() {
 async function refresh() {
   try {
     draw(await sendForJson("kvboost/cache?limit=20"));
-    byId("cache-error").hidden = true;
+    setError("cache-error", "");
   } catch (error) {
-    byId("cache-error").textContent = explained(error);
-    byId("cache-error").hidden = false;
+    setError("cache-error", explained(error));
   }
 }
 

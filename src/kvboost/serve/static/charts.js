@@ -1,7 +1,7 @@
 // Charts of requests. They are drawn in pixels, and again when their width changes.
 
 import { HEIGHT, MARGIN, grid, label, linearTicks, logTicks, plotHeight, rect } from "./axes.js";
-import { count, element, median, milliseconds, percent, svg, timeOfDay } from "./dom.js";
+import { count, element, median, milliseconds, percent, svg, timeOfDay, walked } from "./dom.js";
 import { KINDS, kept, rowsByKind, total } from "./kinds.js";
 
 const MOST_COLUMNS = 60;
@@ -13,12 +13,8 @@ export class Chart {
   constructor(place, title, legend = []) {
     this.note = element("span", { class: "note" });
     this.body = element("div", { class: "plot" });
-    this.legend = element(
-      "p",
-      { class: "marks", "aria-hidden": "true" },
-      ...legend.map(([kind, label]) =>
-        element("span", {}, element("i", { class: `mark ${kind}` }), label),
-      ),
+    const marks = legend.map(([kind, label]) =>
+      element("span", {}, element("i", { class: `mark ${kind}` }), label),
     );
     place.append(
       element(
@@ -26,7 +22,9 @@ export class Chart {
         { class: "panel chart" },
         element("figcaption", { class: "labelled" }, element("h3", {}, title), this.note),
         this.body,
-        this.legend,
+        ...(marks.length
+          ? [element("p", { class: "marks", "aria-hidden": "true" }, ...marks)]
+          : []),
       ),
     );
     new ResizeObserver(() => this.redraw()).observe(this.body);
@@ -111,14 +109,7 @@ class RequestChart extends Chart {
   walk(event) {
     const last = this.shown.length - 1;
     const at = this.shown.findIndex((request) => request.seq === this.cursor.seq);
-    const to = {
-      ArrowLeft: at < 0 ? last : Math.max(at - 1, 0),
-      ArrowDown: at < 0 ? last : Math.max(at - 1, 0),
-      ArrowRight: at < 0 ? last : Math.min(at + 1, last),
-      ArrowUp: at < 0 ? last : Math.min(at + 1, last),
-      Home: 0,
-      End: last,
-    }[event.key];
+    const to = walked(event, at, last, -1);
     if (to === undefined || last < 0) return;
     event.preventDefault();
     this.cursor.set(this.shown[to].seq);
@@ -240,11 +231,7 @@ export class SourcesChart extends RequestChart {
   summary() {
     const rows = this.shown.map(rowsByKind);
     const all = rows.reduce((sum, one) => sum + total(one), 0);
-    return all
-      ? `${percent(
-          rows.reduce((sum, one) => sum + kept(one), 0),
-          all,
-        )} reused`
-      : "";
+    const reused = rows.reduce((sum, one) => sum + kept(one), 0);
+    return all ? `${percent(reused, all)} reused` : "";
   }
 }

@@ -1,18 +1,19 @@
 // Elements and numbers. All that comes from a server or a user enters the page as text.
 
 const SVG = "http://www.w3.org/2000/svg";
+const SHOWN = 2000; // how long a button says that it has copied
 
 /** An element with attributes and children; strings among the children become text. */
 export function element(name, attributes = {}, ...children) {
-  return filled(document.createElement(name), attributes, children);
+  return complete(document.createElement(name), attributes, children);
 }
 
 /** The same for SVG. */
 export function svg(name, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), attributes, children);
+  return complete(document.createElementNS(SVG, name), attributes, children);
 }
 
-function filled(node, attributes, children) {
+function complete(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
   }
@@ -20,8 +21,68 @@ function filled(node, attributes, children) {
   return node;
 }
 
+export function button(label, onClick, kind = "quiet") {
+  const node = element("button", { type: "button", class: kind }, label);
+  node.addEventListener("click", onClick);
+  return node;
+}
+
+/** A button that copies what ``text()`` returns, and says whether it could. */
+export function copyButton(label, text) {
+  const node = button(label, async () => {
+    const done = await copied(text());
+    node.focus();
+    node.textContent = done ? "Copied" : "Could not copy";
+    setTimeout(() => (node.textContent = label), SHOWN);
+  });
+  return node;
+}
+
+/** Without control characters other than tabs and line ends: they cannot be seen, and terminals act
+ * on them. */
+async function copied(given) {
+  const text = given.replace(/[^\P{Cc}\t\n]/gu, "");
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copiedFromField(text); // pages over plain HTTP have no clipboard
+  }
+}
+
+function copiedFromField(text) {
+  const field = element("textarea", { class: "off-screen", "aria-hidden": "true" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
+/** A part of a bar, as long as its share of it. */
+export function filled(kind, share) {
+  const node = element("span", { class: `fill ${kind}` });
+  node.style.width = `${100 * share}%`;
+  return node;
+}
+
 export function byId(id) {
   return document.getElementById(id);
+}
+
+/** Shows an error in its place; "" hides it. */
+export function setError(id, text) {
+  byId(id).textContent = text;
+  byId(id).hidden = !text;
+}
+
+/** The place to which a key leads from ``at``, of those up to ``last``; undefined for other keys.
+ * ``down``: the step of the key that leads down. */
+export function walked({ key }, at, last, down) {
+  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: down, ArrowUp: -down }[key];
+  if (step) return at < 0 ? last : Math.max(0, Math.min(at + step, last));
+  return { Home: 0, End: last }[key];
 }
 
 /** Sets the text only if it changes, so that screen readers do not repeat it each second. */

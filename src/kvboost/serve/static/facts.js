@@ -6,7 +6,6 @@ import { bytes, count, element } from "./dom.js";
 export class FactsPanel extends Chart {
   constructor(place) {
     super(place, "Model and machine");
-    this.legend.remove();
     this.shown = "";
   }
 
@@ -27,34 +26,26 @@ export class FactsPanel extends Chart {
 function described({ model, context_length: context, version, facts, tiers }) {
   const precise =
     facts.kv_cache_bits && facts.kv_cache_bits < 16 ? `, kept in ${facts.kv_cache_bits} bits` : "";
-  return [
-    [
-      "Model",
-      [model, facts.architecture, facts.parameters && `${millions(facts.parameters)} parameters`],
+  const rows = {
+    Model: [model, facts.architecture, facts.parameters && `${millions(facts.parameters)} parameters`],
+    Numbers: [facts.dtype, facts.layers && `${count(facts.layers)} layers`],
+    Context: [context ? `${count(context)} tokens` : "no limit"],
+    KV: [
+      facts.kv_bytes_per_token && `${bytes(facts.kv_bytes_per_token)} per token${precise}`,
+      facts.chunk_size && `chunks of ${count(facts.chunk_size)} tokens`,
     ],
-    ["Numbers", [facts.dtype, facts.layers && `${count(facts.layers)} layers`]],
-    ["Context", [context ? `${count(context)} tokens` : "no limit"]],
-    [
-      "KV",
-      [
-        facts.kv_bytes_per_token && `${bytes(facts.kv_bytes_per_token)} per token${precise}`,
-        facts.chunk_size && `chunks of ${count(facts.chunk_size)} tokens`,
-      ],
+    Device: [
+      facts.device,
+      facts.device_name,
+      facts.threads && `${count(facts.threads)} threads`,
+      facts.memory_bytes && `${bytes(facts.memory_bytes)} of memory`,
     ],
-    [
-      "Device",
-      [
-        facts.device,
-        facts.device_name,
-        facts.threads && `${count(facts.threads)} threads`,
-        facts.memory_bytes && `${bytes(facts.memory_bytes)} of memory`,
-      ],
-    ],
-    ["Kernels", [facts.kernels]],
-    ["Tiers", Object.entries(tiers).map(tierOf)],
-    ["Repair", [facts.recompute_strategy, facts.heal && `healing ${facts.heal}`]],
-    ["Version", [`kvboost ${version}`]],
-  ]
+    Kernels: [facts.kernels],
+    Tiers: Object.entries(tiers).map(tierOf),
+    Repair: [facts.recompute_strategy, facts.heal && `healing ${facts.heal}`],
+    Version: [`kvboost ${version}`],
+  };
+  return Object.entries(rows)
     .map(([name, values]) => [name, values.filter(Boolean).join(" · ")])
     .filter(([, value]) => value);
 }

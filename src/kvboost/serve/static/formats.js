@@ -2,40 +2,32 @@
 
 import { byId } from "./dom.js";
 
-const SCHEMA = {
-  type: "object",
-  properties: {
-    name: { type: "string", maxLength: 40 },
-    year: { type: "integer", minimum: 1000, maximum: 2100 },
-  },
-  required: ["name", "year"],
-  additionalProperties: false,
-};
+const SCHEMA = schemaOf({
+  name: { type: "string", maxLength: 40 },
+  year: { type: "integer", minimum: 1000, maximum: 2100 },
+});
 
-const TOOLS = [
-  {
-    type: "function",
-    function: {
-      name: "weather",
-      description: "The weather of the next days in a city.",
-      parameters: {
-        type: "object",
-        properties: {
-          city: { type: "string", maxLength: 30 },
-          days: { type: "integer", minimum: 1, maximum: 9 },
-        },
-        required: ["city", "days"],
-        additionalProperties: false,
-      },
-    },
-  },
-];
+const WEATHER = {
+  name: "weather",
+  description: "The weather of the next days in a city.",
+  parameters: schemaOf({
+    city: { type: "string", maxLength: 30 },
+    days: { type: "integer", minimum: 1, maximum: 9 },
+  }),
+};
+const TOOLS = [{ type: "function", function: WEATHER }];
 
 const FIELDS = new Map([
   ["response_format", "schema"],
   ["tools", "tools"],
   ["tool_choice", "tools"],
 ]);
+
+/** An object that has just these properties. */
+function schemaOf(properties) {
+  const required = Object.keys(properties);
+  return { type: "object", properties, required, additionalProperties: false };
+}
 
 /** A field has no valid JSON; what is wrong is written below it. */
 export class FieldError extends Error {}

@@ -2,13 +2,12 @@
 
 import { HEIGHT, MARGIN, grid, label, linearTicks, plotHeight } from "./axes.js";
 import { Chart } from "./charts.js";
-import { bytes, count, duration, element, percent, plural, svg } from "./dom.js";
+import { bytes, count, duration, element, filled, percent, plural, svg } from "./dom.js";
 
 /** Bytes of every tier's budget, and of the budget of running requests. */
 export class TiersChart extends Chart {
   constructor(place) {
     super(place, "Memory by tier");
-    this.legend.remove();
     this.lines = [];
   }
 
@@ -34,24 +33,23 @@ export class TiersChart extends Chart {
 }
 
 function tierLine({ name, bytes: held, max_bytes: most, chunks, state }) {
-  const bar = element("span", { class: "bar" });
-  if (most && held) {
-    const fill = element("span", { class: "fill measured" });
-    fill.style.width = `${Math.min(100, (100 * held) / most)}%`;
-    bar.append(fill);
-  }
   const facts = [
     most ? `${bytes(held)} of ${bytes(most)}` : bytes(held),
     most ? percent(held, most) : "no budget of its own",
     chunks !== undefined && plural(chunks, "chunk"),
     state && state !== "closed" && `connection ${state}`,
-  ].filter(Boolean);
+  ];
+  return gauge(name, facts, most ? held / most : 0, "measured");
+}
+
+/** A name, its facts, and a bar of which a share is filled. */
+export function gauge(name, facts, share, kind) {
   return element(
     "div",
     { class: "tier" },
     element("span", { class: "of" }, name),
-    element("span", { class: "value" }, facts.join(" · ")),
-    bar,
+    element("span", { class: "value" }, facts.filter(Boolean).join(" · ")),
+    element("span", { class: "bar gauge" }, ...(share ? [filled(kind, Math.min(1, share))] : [])),
   );
 }
 

@@ -3,7 +3,7 @@
 import { ServerError, explained, needKey, sendForJson, setModel } from "./api.js";
 import { AuditGauge } from "./audit.js";
 import { Cursor, LatencyChart, SourcesChart } from "./charts.js";
-import { byId, count, duration, say } from "./dom.js";
+import { byId, setError, count, duration, say } from "./dom.js";
 import { FactsPanel } from "./facts.js";
 import { QueueChart, TiersChart } from "./gauges.js";
 
@@ -105,7 +105,7 @@ export function startLive(onStart, onNews) {
     facts.update(live);
     onNews(live);
     describe(live);
-    byId("live-error").hidden = true;
+    setError("live-error", "");
     show("live", "live");
     if (!connected) {
       connected = true;

@@ -1,7 +1,7 @@
 // The prompt in order: a strip and the text, every span in the colour of its kind. Rows that were
 // healed since turn into exact ones.
 
-import { count, element, percent, plural } from "./dom.js";
+import { count, element, filled, percent, plural, walked } from "./dom.js";
 import { kindOf } from "./kinds.js";
 
 /** Rows ``[from, to)`` that have become exact in the cache, of rows that were not. */
@@ -59,15 +59,7 @@ export class PromptMap {
   }
 
   walk(event) {
-    const last = this.parts.length - 1;
-    const to = {
-      ArrowRight: Math.min(this.chosen + 1, last),
-      ArrowDown: Math.min(this.chosen + 1, last),
-      ArrowLeft: Math.max(this.chosen - 1, 0),
-      ArrowUp: Math.max(this.chosen - 1, 0),
-      Home: 0,
-      End: last,
-    }[event.key];
+    const to = walked(event, this.chosen, this.parts.length - 1, 1);
     if (to === undefined) return;
     event.preventDefault();
     this.choose(to);
@@ -151,10 +143,4 @@ class SpanParts {
       ...facts.map((fact) => ` · ${fact}`),
     ];
   }
-}
-
-export function filled(kind, share) {
-  const node = element("span", { class: `fill ${kind}` });
-  node.style.width = `${100 * share}%`;
-  return node;
 }

@@ -1,8 +1,7 @@
 // Markdown as elements. Everything a model writes becomes text nodes: there is no HTML to escape,
 // no image is loaded, and a link leads only to a web page or a mail address, which is shown.
 
-import { copyButton } from "./clipboard.js";
-import { element, plural } from "./dom.js";
+import { copyButton, element, plural } from "./dom.js";
 import { inline } from "./markdown_inline.js";
 
 const DEEPEST = 8; // lists and quotes inside one another

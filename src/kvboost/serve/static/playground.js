@@ -2,7 +2,7 @@
 
 import { explained, modelName, sendForJson } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId, count, element, plural } from "./dom.js";
+import { button, byId, setError, count, plural } from "./dom.js";
 import { DEMONSTRATION, EXAMPLES, paragraphs, shuffled } from "./examples.js";
 import { Exchange } from "./exchange.js";
 import { FieldError, formatFields, showAtField, startFormats } from "./formats.js";
@@ -32,11 +32,7 @@ export function startPlayground({ onSent, onAnswer }) {
 
   startFormats();
   byId("examples").append(
-    ...EXAMPLES.map((example) => {
-      const button = element("button", { type: "button", class: "quiet" }, example.title);
-      button.addEventListener("click", () => begin(example));
-      return button;
-    }),
+    ...EXAMPLES.map((example) => button(example.title, () => begin(example))),
   );
   byId("documents").addEventListener("input", showDocuments);
   byId("shuffle").addEventListener("click", () => setDocuments(shuffled(byId("documents").value)));
@@ -233,10 +229,8 @@ function showError(error) {
   say("");
   const isOurs = error instanceof FieldError;
   if (!isOurs) showAtField(error);
-  byId("ask-error").textContent = isOurs
-    ? "The JSON schema or the tools are not valid: see the field."
-    : explained(error);
-  byId("ask-error").hidden = false;
+  const invalid = "The JSON schema or the tools are not valid: see the field.";
+  setError("ask-error", isOurs ? invalid : explained(error));
 }
 
 function lowered(title) {

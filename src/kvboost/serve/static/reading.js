@@ -1,6 +1,6 @@
 // From sending a request to its first token: what is known of how far the server is.
 
-import { count, duration, element, plural, say } from "./dom.js";
+import { button, count, duration, element, plural, say } from "./dom.js";
 
 const PERIOD = 500;
 
@@ -16,8 +16,7 @@ export class Reading {
     this.title = element("p", {});
     this.bar = element("progress", { hidden: "", "aria-label": "Tokens of the prompt read" });
     this.facts = element("p", { class: "meta" });
-    const cancel = element("button", { type: "button", class: "quiet" }, "Cancel");
-    cancel.addEventListener("click", onCancel);
+    const cancel = button("Cancel", onCancel);
     this.node = element("div", { class: "reading" }, this.title, this.bar, this.facts, cancel);
     this.timer = setInterval(() => this.draw(), PERIOD);
     this.draw();

@@ -1,10 +1,11 @@
 // The report about a prompt: the time to the first token, tokens by source, and the prompt itself.
 
 import { gain } from "./comparison.js";
-import { count, element, milliseconds, percent, plural } from "./dom.js";
-import { KINDS, kept, reportRows, total } from "./kinds.js";
-import { Legend } from "./legend.js";
-import { PromptMap, filled, healedRows } from "./map.js";
+import { count, element, filled, milliseconds, percent, plural, say } from "./dom.js";
+import { HEALED, KINDS, kept, reportRows, total } from "./kinds.js";
+import { PromptMap, healedRows } from "./map.js";
+
+const HINT = "Point at a word to see what it means.";
 
 /** Draws the report of a turn, and again what healing changes in it. */
 export class ReportView {
@@ -146,4 +147,46 @@ function block(title, note, ...children) {
     element("div", { class: "labelled" }, element("h3", {}, title), note),
     ...children,
   );
+}
+
+/** Pointing at a word, tapping it or walking to it with the keyboard explains it in a line below;
+ * screen readers say the explanation with the word. */
+class Legend {
+  /** ``rows`` by kind; only kinds that have some are listed. */
+  constructor(rows, all) {
+    this.says = element("p", { class: "says", "aria-hidden": "true" }, HINT);
+    this.list = element("ul", { class: "legend" });
+    for (const kind of KINDS) {
+      const number = rows[kind.name];
+      if (!number) continue;
+      this.add(kind, [
+        element("span", { class: "amount" }, count(number)),
+        element("span", { class: "share" }, percent(number, all)),
+      ]);
+    }
+    this.nodes = [this.list, this.says];
+  }
+
+  /** Some of the prompt was healed: the colour is on the map. */
+  heal() {
+    if (!this.list.querySelector(".healed")) this.add(HEALED, []);
+  }
+
+  add(kind, numbers) {
+    const spoken = element("span", { class: "off-screen", id: `says-${kind.name}` }, kind.says);
+    const word = element(
+      "button",
+      { type: "button", class: "term", "aria-describedby": spoken.id },
+      element("span", { class: `swatch fill ${kind.name}`, "aria-hidden": "true" }),
+      element("b", {}, kind.label),
+      ...numbers,
+    );
+    for (const event of ["pointerenter", "focus", "click"]) {
+      word.addEventListener(event, () => say(this.says, kind.says));
+    }
+    for (const event of ["pointerleave", "blur"]) {
+      word.addEventListener(event, () => say(this.says, HINT));
+    }
+    this.list.append(element("li", {}, word, spoken));
+  }
 }

@@ -1,9 +1,8 @@
 // The last prompts, one row each: where their tokens came from, and the edit that broke the prefix.
 
 import { ServerError, explained, sendForJson } from "./api.js";
-import { byId, count, element, percent, plural, timeOfDay } from "./dom.js";
+import { byId, setError, count, element, filled, percent, plural, timeOfDay } from "./dom.js";
 import { KINDS, kindOf } from "./kinds.js";
-import { filled } from "./map.js";
 
 const MOST = 12; // rows
 const SHOWN = 60; // characters of one side of an edit
@@ -43,10 +42,9 @@ export function startRequests() {
       for (const { id } of last) if (!known.has(id)) await load(id);
       for (const id of known.keys()) if (!last.some((one) => one.id === id)) known.delete(id);
       draw(last.filter(({ id }) => known.has(id)));
-      byId("requests-error").hidden = true;
+      setError("requests-error", "");
     } catch (error) {
-      byId("requests-error").textContent = explained(error);
-      byId("requests-error").hidden = false;
+      setError("requests-error", explained(error));
     } finally {
       isBusy = false;
     }

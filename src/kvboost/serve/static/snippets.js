@@ -4,7 +4,7 @@
 
 const UNSEEN = /[^\P{C}\n]|[^\P{Z} ]/gu; // controls, formats and spaces of all kinds
 const DEEPEST = 50; // Python reads no more than 100 to 200 brackets inside one another
-const OPENAI_FIELDS = new Set([
+export const OPENAI_FIELDS = new Set([
   ...["model", "messages", "stream", "stream_options", "max_tokens", "temperature"],
   ...["response_format", "tools", "tool_choice"],
 ]);
@@ -24,7 +24,6 @@ export function curl(request, base, needsKey) {
 function quoted(text) {
   return `'${text.replaceAll("'", `'\\''`)}'`;
 }
-
 
 /** As JSON escapes it: by code units. */
 function unicode(character) {

@@ -3,13 +3,11 @@
 // copied by name; a conversation with a wrong one is left out.
 
 import { KINDS } from "./kinds.js";
+import { OPENAI_FIELDS } from "./snippets.js";
 
 const MOST_TURNS = 500;
 const MOST_SPANS = 10_000;
-const REQUEST_FIELDS = new Set([
-  ...["model", "messages", "stream", "stream_options", "max_tokens", "temperature"],
-  ...["response_format", "tools", "tool_choice", "cache_salt", "kvboost"],
-]);
+const REQUEST_FIELDS = new Set([...OPENAI_FIELDS, "cache_salt", "kvboost"]);
 
 class WrongError extends Error {}
 

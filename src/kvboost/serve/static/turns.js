@@ -1,9 +1,8 @@
 // A conversation on the page: questions, answers as Markdown, calls of tools, comparisons.
 
 import { key } from "./api.js";
-import { copyButton } from "./clipboard.js";
 import { sidesOf, summary, verdict } from "./comparison.js";
-import { count, element, milliseconds, percent, plural, say } from "./dom.js";
+import { button, copyButton, count, element, milliseconds, percent, plural, say } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { curl, python } from "./snippets.js";
 
@@ -76,11 +75,7 @@ export class TurnView {
       found.push(copyButton("Copy as curl", () => curl(request, base, Boolean(key()))));
       found.push(copyButton("Copy as Python", () => python(request, base, Boolean(key()))));
     }
-    if (answer.report) {
-      const show = element("button", { type: "button", class: "quiet" }, "Show prompt");
-      show.addEventListener("click", () => this.hooks.onChoose(this.turn));
-      found.push(show);
-    }
+    if (answer.report) found.push(button("Show prompt", () => this.hooks.onChoose(this.turn)));
     return found;
   }
 
@@ -88,22 +83,16 @@ export class TurnView {
   offerResults() {
     const { calls } = this.turn.answer;
     if (!calls.length) return;
-    const fields = calls.map((call) =>
-      element("textarea", {
-        rows: "2",
-        "aria-label": `Result of ${call.name}`,
-        placeholder: `Result of ${call.name}`,
-      }),
-    );
-    const send = element("button", { type: "button" }, "Send results");
-    send.addEventListener("click", () => {
-      const results = calls.map(({ id }, place) => ({
-        role: "tool",
-        tool_call_id: id,
-        content: fields[place].value,
-      }));
-      this.hooks.onResults(results);
+    const fields = calls.map(({ name }) => {
+      const label = `Result of ${name}`;
+      return element("textarea", { rows: "2", "aria-label": label, placeholder: label });
     });
+    const result = ({ id }, place) => ({
+      role: "tool",
+      tool_call_id: id,
+      content: fields[place].value,
+    });
+    const send = button("Send results", () => this.hooks.onResults(calls.map(result)), null);
     this.actions.before(element("div", { class: "results" }, ...fields, send));
   }
 

@@ -103,7 +103,7 @@ def test_an_interrupted_trial_counts_as_failed(clock: Clock, breaker: Breaker) -
         def get(self, key: Any, most_bytes: int | None = None) -> bytes | None:
             raise KeyboardInterrupt
 
-    tier = RemoteTier(Interrupted("memory://x", 1, timeout=1, options={}), breaker)
+    tier = RemoteTier(Interrupted("memory://x", 1, timeout=1), breaker)
     with pytest.raises(KeyboardInterrupt):
         tier.get(ROOT)
     assert breaker.state == "open"

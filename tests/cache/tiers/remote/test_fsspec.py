@@ -120,17 +120,6 @@ def test_damaged_files_are_counted_and_removed(
         assert_same(tier.get(chunk.key), chunk)
 
 
-def test_a_file_under_the_name_of_another_is_a_miss(tmp_path: Path) -> None:
-    chunk, other = big_chunk(1), big_chunk(2)
-    path = file_of(tmp_path, chunk)
-    path.parent.mkdir()
-    path.write_bytes(codec.encode(other))
-    with opened(str(tmp_path)) as tier:
-        assert list(tier.infos()) == []
-        assert tier.get(chunk.key) is None
-        assert tier.faults == {"corrupt": 2}
-
-
 def failing(error: Exception) -> Callable[..., None]:
     def fail(*_: Any, **__: Any) -> None:
         raise error

@@ -236,18 +236,6 @@ def test_marks_expire_unless_their_chunk_is_used(server) -> None:
         assert all(server.client.ttl(name) > 5 for name in marks_in(server))
 
 
-def test_chunks_without_marks_are_served_by_key(server) -> None:
-    """As earlier versions wrote them."""
-    chunk = make_chunk(text(1))
-    with opened(server.url) as tier:
-        assert tier.put(chunk)
-        server.client.hdel(f"kvboost:1:chunk:{chunk.key}", "marks")
-        server.client.delete(*marks_in(server))
-        assert found_by(tier, text(1)) == []
-        assert tier.contains(chunk.key)
-        assert_same(tier.get(chunk.key), chunk)
-
-
 def test_a_folder_has_no_index(tmp_path) -> None:
     chunk = make_chunk(text(1))
     with opened(str(tmp_path / "shared")) as tier:

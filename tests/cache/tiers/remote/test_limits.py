@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 
@@ -145,19 +141,7 @@ def test_an_index_answers_with_so_many_headers_of_so_many_bytes(server: RedisSer
         assert received(server) - before < 3 << 20
 
 
-@pytest.fixture(params=["folder", "memory", "async"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "shared").mkdir()
-    if request.param == "memory":
-        yield f"memory://{tmp_path.name}"
-        with contextlib.suppress(FileNotFoundError):
-            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
-    else:
-        yield {"folder": "file://", "async": "asyncfolder://"}[request.param] + str(
-            tmp_path / "shared"
-        )
-
-
+@pytest.mark.parametrize("url", ["folder", "memory", "async"], indirect=True)
 def test_a_huge_file_in_an_object_store_is_a_fault_that_is_not_read(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -29,19 +25,6 @@ from support.remote_stores import (
     packed_chunk,
     size_of,
 )
-
-
-@pytest.fixture(params=["redis", "folder", "memory", "async"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "redis":
-        yield request.getfixturevalue("server").url
-    elif request.param == "memory":
-        yield f"memory://{tmp_path.name}"
-        with contextlib.suppress(FileNotFoundError):
-            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
-    else:
-        (tmp_path / "shared").mkdir()
-        yield {"folder": "", "async": "asyncfolder://"}[request.param] + str(tmp_path / "shared")
 
 
 def test_another_client_gets_what_was_put(url: str) -> None:
@@ -163,11 +146,6 @@ def test_bad_urls_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_remote(url, max_bytes)
-
-
-def test_storage_options_are_refused_for_a_server() -> None:
-    with pytest.raises(ConfigError, match=r"'anon'.*in the URL"):
-        open_remote("redis://localhost", 1, storage_options={"anon": True})
 
 
 def test_passwords_are_not_shown() -> None:

@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+FAILURES = 3
+"""So many in a row open the breaker."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds."""
+
 State = Literal["closed", "open", "half-open"]
 
 
@@ -17,26 +22,16 @@ class Ticket(NamedTuple):
 
 
 class Breaker:
-    """Thread-safe. Closed: calls pass. After ``num_failures`` in a row it opens: no call passes for
-    ``first_pause`` seconds. Then it is half-open: one call passes as a trial. Success closes the
-    breaker, failure opens it for twice as long, up to ``longest_pause``. The result of a call that
-    began before the last change of state is ignored."""
+    """Thread-safe. Closed: calls pass. After some failures in a row it opens: no call passes for
+    the first pause. Then it is half-open: one call passes as a trial. Success closes the breaker,
+    failure opens it for twice as long, up to the longest pause. The result of a call that began
+    before the last change of state is ignored."""
 
-    def __init__(
-        self,
-        *,
-        num_failures: int = 3,
-        first_pause: float = 1.0,
-        longest_pause: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._num_failures = num_failures
-        self._first_pause = first_pause
-        self._longest_pause = longest_pause
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
-        self._pause = first_pause
+        self._pause = FIRST_PAUSE
         self._open_until: float | None = None  # None: closed
         self._on_trial = False
         self._epoch = 0
@@ -64,15 +59,15 @@ class Breaker:
                 return
             if succeeded:
                 self._failures = 0
-                self._pause = self._first_pause
+                self._pause = FIRST_PAUSE
                 if self._on_trial:
                     self._change(None)
             elif self._on_trial:
-                self._pause = min(2 * self._pause, self._longest_pause)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
                 self._change(self._clock() + self._pause)
             else:
                 self._failures += 1
-                if self._failures >= self._num_failures:
+                if self._failures >= FAILURES:
                     self._change(self._clock() + self._pause)
 
     def _change(self, open_until: float | None) -> None:

@@ -40,18 +40,15 @@ _LISTING = 30
 
 class FsspecBackend:
     """``timeout`` bounds a small operation where the filesystem is asynchronous, as those of
-    object stores are; others have no timeouts. Raises ``ValueError`` or ``ImportError`` if fsspec
-    cannot serve ``url`` and ``TypeError`` or ``ValueError`` for options it does not know."""
+    object stores are; others have no timeouts. Raises ``ValueError``, ``TypeError`` or
+    ``ImportError`` if fsspec cannot serve ``url``."""
 
     has_index = False
 
-    def __init__(
-        self, url: str, max_bytes: int, *, timeout: float, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, url: str, max_bytes: int, *, timeout: float) -> None:
         self.max_bytes = max_bytes
         self._url = url
         self._timeout = timeout
-        self._options = dict(options)
         self._opened: tuple[int, AbstractFileSystem, str] | None = None
         self._lock = threading.Lock()
         self._sizes: dict[str, int] | None = None  # by path, least recently written first
@@ -64,8 +61,7 @@ class FsspecBackend:
             self._open()
 
     def fault(self, error: Exception) -> Fault:
-        # Before 3.11 the timeout of asyncio is an error of its own.
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        if isinstance(error, TimeoutError):
             return "timeout"
         if isinstance(error, OSError):
             return "full" if error.errno in _FULL else "unreachable"
@@ -173,7 +169,7 @@ class FsspecBackend:
     def _open(self) -> tuple[AbstractFileSystem, str]:
         """The filesystem and our folder there. Asynchronous ones do not survive a fork."""
         if self._opened is None or self._opened[0] != os.getpid():
-            fs, root = url_to_fs(self._url, **self._options)
+            fs, root = url_to_fs(self._url)
             self._opened = os.getpid(), fs, root.rstrip("/")
         return self._opened[1:]
 

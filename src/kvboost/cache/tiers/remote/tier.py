@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from kvboost.cache import codec
@@ -354,48 +354,37 @@ def open_remote(
     url: str,
     max_bytes: int | None,
     *,
-    connect_timeout: float = CONNECT_TIMEOUT,
     socket_timeout: float = SOCKET_TIMEOUT,
-    storage_options: Mapping[str, Any] | None = None,
     secret: Secret | None = None,
 ) -> RemoteTier:
     """The tier at ``url``: ``redis://``, ``rediss://``, ``valkey://``, ``valkeys://`` or
     ``unix://`` for a server, any URL that fsspec knows, or a path. Does not connect yet.
 
-    ``max_bytes`` may be None for a server; then only the server's own limit applies.
-    ``storage_options`` go to fsspec's filesystem. Raises ``ConfigError``.
+    ``max_bytes`` may be None for a server; then only the server's own limit applies. Raises
+    ``ConfigError``.
     """
     scheme, separator, rest = url.partition("://")
     if separator and scheme in _REDIS_SCHEMES:
-        if storage_options:
-            raise ConfigError(
-                f"storage options {sorted(storage_options)} are for fsspec's filesystems; "
-                f"{_shown(url)!r} takes its options in the URL, as in redis://host:6379/0?name=value"
-            )
-        backend = _redis(
-            f"{_REDIS_SCHEMES[scheme]}://{rest}",
-            sys.maxsize if max_bytes is None else max_bytes,
-            connect_timeout,
-            socket_timeout,
-        )
+        most = sys.maxsize if max_bytes is None else max_bytes
+        backend = _redis(f"{_REDIS_SCHEMES[scheme]}://{rest}", most, socket_timeout)
     elif max_bytes is None:
         raise ConfigError(
             f"the remote store {_shown(url)!r} needs a budget in bytes; only a Redis or Valkey "
             "server may do without one, because it has its own limit"
         )
     else:
-        backend = _fsspec(url, max_bytes, socket_timeout, storage_options or {})
+        backend = _fsspec(url, max_bytes, socket_timeout)
     return RemoteTier(backend, secret=secret)
 
 
-def _redis(url: str, max_bytes: int, connect_timeout: float, socket_timeout: float) -> Backend:
+def _redis(url: str, max_bytes: int, socket_timeout: float) -> Backend:
     try:
         from kvboost.cache.tiers.remote.redis import RedisBackend
     except ModuleNotFoundError as error:
         raise _missing(url, error) from None
     try:
         return RedisBackend(
-            url, max_bytes, connect_timeout=connect_timeout, socket_timeout=socket_timeout
+            url, max_bytes, connect_timeout=CONNECT_TIMEOUT, socket_timeout=socket_timeout
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(
@@ -404,15 +393,13 @@ def _redis(url: str, max_bytes: int, connect_timeout: float, socket_timeout: flo
         ) from None
 
 
-def _fsspec(
-    url: str, max_bytes: int, socket_timeout: float, storage_options: Mapping[str, Any]
-) -> Backend:
+def _fsspec(url: str, max_bytes: int, socket_timeout: float) -> Backend:
     try:
         from kvboost.cache.tiers.remote.fsspec import FsspecBackend
     except ModuleNotFoundError as error:
         raise _missing(url, error) from None
     try:
-        return FsspecBackend(url, max_bytes, timeout=socket_timeout, options=storage_options)
+        return FsspecBackend(url, max_bytes, timeout=socket_timeout)
     except ImportError as error:
         raise ConfigError(
             f"the remote store {_shown(url)!r} needs one more package: {error}"
