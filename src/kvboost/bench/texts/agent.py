@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvboost.bench.texts.functions import path_of
 from kvboost.bench.texts.prompts import sources
 
 LAYOUTS = ("append", "files")
@@ -93,12 +94,12 @@ class Session:
         self._unread = list(sources())
         self._random.shuffle(self._unread)
         self._lines = [
-            f"{_path(name)}:{number}: {line.strip()}"
+            f"{path_of(name)}:{number}: {line.strip()}"
             for name, text in self._unread
             for number, line in enumerate(text.splitlines(), start=1)
             if line.strip()
         ]
-        self._task = f"Task {seed}: make the functions of {_path(self._unread[0][0])} faster."
+        self._task = f"Task {seed}: make the functions of {path_of(self._unread[0][0])} faster."
         self.turns = tuple(self._play(turns))
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
@@ -129,7 +130,7 @@ class Session:
 
     def _read(self, files: dict[str, str]) -> tuple[str, str]:
         name, source = self._unread[len(files) % len(self._unread)]
-        path = _path(name) if _path(name) not in files else f"copy_{len(files)}/{_path(name)}"
+        path = path_of(name) if path_of(name) not in files else f"copy_{len(files)}/{path_of(name)}"
         files[path] = self._excerpt(source)
         return f"# {path}\n{files[path]}", f"{path} is open."
 
@@ -173,10 +174,6 @@ def _object(**properties: Any) -> dict[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
-
-
-def _path(module: str) -> str:
-    return module.replace(".", "/") + ".py"
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -98,13 +98,14 @@ def _parse(line: bytes) -> Question:
         passages = [{"text": chunk} for chunk in _several(row, "chunks")]
         row = {**row, "question": row["input"], "passages": passages}
     return Question(
-        question=_text(_field(row, "question"), "question"),
+        question=_text(field_of(row, "question"), "question"),
         answers=tuple(_text(answer, "answers") for answer in _several(row, "answers")),
         passages=tuple(_passage(passage) for passage in _several(row, "passages")),
     )
 
 
-def _field(row: object, name: str) -> object:
+def field_of(row: object, name: str) -> object:
+    """Raises ``ValueError`` if there is none of that name."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80} is not an object with {name!r}")
     if name not in row:
@@ -113,7 +114,7 @@ def _field(row: object, name: str) -> object:
 
 
 def _several(row: object, name: str) -> list[object]:
-    value = _field(row, name)
+    value = field_of(row, name)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} is {value!r:.80}, not a list of at least one")
     return value
@@ -126,7 +127,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _passage(passage: object) -> str:
-    text = _text(_field(passage, "text"), "text")
+    text = _text(field_of(passage, "text"), "text")
     title = passage.get("title") if isinstance(passage, dict) else None
     return f"{_text(title, 'title')}\n{text}" if title else text
 

@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from kvboost.bench.texts.questions import parse_json
+from kvboost.bench.texts.questions import field_of, parse_json
 from kvboost.errors import ConfigError
 
 T = TypeVar("T")
@@ -106,8 +106,6 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 def _parse(number: int, line: bytes) -> tuple[str, str, int | None, Request]:
     """Kind, session, turn and request. Raises ``ValueError`` that says what is wrong."""
     row = parse_json(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.80} is not an object")
     kind, name, text = (_text(row, one) for one in ("agent", "session", "input"))
     for what, value in (("agent", kind), ("session", name)):
         if not value:
@@ -119,10 +117,8 @@ def _parse(number: int, line: bytes) -> tuple[str, str, int | None, Request]:
     return kind, name, turn, Request(number, text, answer)
 
 
-def _text(row: dict[str, object], name: str) -> str:
-    if name not in row:
-        raise ValueError(f"{name!r} is missing")
-    value = row[name]
+def _text(row: object, name: str) -> str:
+    value = field_of(row, name)
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is {value!r:.80}, not a text")
     return value
