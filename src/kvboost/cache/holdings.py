@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.departed import Departed
-from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows
@@ -22,6 +21,20 @@ from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats, StoreStats
 from kvboost.results import Pin
 from kvboost.tokens.hashing import ChunkKey, TokenIds
+
+
+class StoreListener(Protocol):
+    """Is told what becomes of a store's chunks. Called with the store's lock held: a method must
+    return at once."""
+
+    def on_stored(self, token_ids: TokenIds, exact: Sequence[Hit]) -> None:
+        """A request's rows were admitted. The ``exact`` hits hold the first of ``token_ids``."""
+
+    def on_gone(self, key: ChunkKey) -> None:
+        """A chunk has left its last tier."""
+
+    def on_cleared(self) -> None:
+        """Everything was forgotten."""
 
 
 class Holdings:

@@ -19,10 +19,9 @@ from typing import Any
 from kvboost.cache.admission import Admission, Pack
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.departed import gone_rows
-from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
-from kvboost.cache.holdings import Holdings
+from kvboost.cache.holdings import Holdings, StoreListener
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import EarlyLookup, Hit, KnownRows

@@ -64,7 +64,7 @@ class EventStats:
 
 
 class EventPublisher:
-    """A :class:`kvboost.cache.events.listener.StoreListener` whose methods only fill a queue. One
+    """A :class:`kvboost.cache.holdings.StoreListener` whose methods only fill a queue. One
     thread names the blocks, encodes and sends. ``root`` is the tree whose chunks are announced,
     ``medium`` says where blocks are, and ``is_known`` whether a chunk is in some tier."""
 
