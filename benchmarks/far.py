@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,16 +25,16 @@ from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal, judge, keeps_to, reaches
 from kvboost.bench.kit.machine import memory_fence
 from kvboost.bench.kit.tables import ms, table
+from kvboost.bench.texts.prompts import num_shared
 from kvboost.cache.quantize import RowCodec
 from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv import RequestKV
-from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import Segment
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import copy_rows
-from kvboost.model.far.place import FarPlace, in_file, on_host
+from kvboost.model.far.place import in_file, on_host
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
 
@@ -76,8 +76,11 @@ def run(settings: Settings, bench: Bench) -> Report:
     on_gpu = torch.cuda.is_available()
     if not on_gpu and settings.shape != "tiny":
         raise KVBoostError("bench far needs an NVIDIA GPU, and torch finds none (see --shape tiny)")
-    bench.describe("cuda" if on_gpu else "cpu", DTYPES["cuda" if on_gpu else "cpu"])
-    found = measure(settings, bench)
+    device = "cuda" if on_gpu else "cpu"
+    bench.describe(device, DTYPES[device])
+    memory = parse_bytes(settings.device_memory, "device_memory")
+    with memory_fence(torch.device(device, 0), memory):
+        found = _Run(settings, bench, device).everything()
     problems = found.pop("problems")
     return Report(
         found,
@@ -86,14 +89,6 @@ def run(settings: Settings, bench: Bench) -> Report:
         draw=lambda title: _draw(found, title),
         problems=problems,
     )
-
-
-def measure(settings: Settings, bench: Bench) -> dict[str, Any]:
-    """The figures of one context."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    memory = parse_bytes(settings.device_memory, "device_memory")
-    with memory_fence(torch.device(device, 0), memory):
-        return _Run(settings, bench, device).everything()
 
 
 class _Run:
@@ -114,7 +109,7 @@ class _Run:
 
     def everything(self) -> dict[str, Any]:
         settings, shape, near = self._settings, self._shape, parse_bytes(self._settings.near)
-        place = self._place(near)
+        place = on_host(shape, near) if self._device == "cuda" else in_file(shape, None)
         far = FarStore(shape, place, fits_bytes=0, near_bytes=near, far_bytes=1 << 50)
         self._figures |= {
             "tokens": settings.tokens,
@@ -128,7 +123,7 @@ class _Run:
             self._attempt("bandwidths", lambda: self._bandwidths(kv))
             self._attempt(f"decoding, {BOTH}", lambda: self._decode(kv, BOTH))
             if isinstance(far.attention, StreamedAttention):
-                self._note_shares(far.attention)
+                self._figures["host_share"] = far.attention.costs.host_share(1)
                 for name, share in ALONE.items():
                     far.attention.costs = _Fixed(share)
                     self._attempt(f"decoding, {name}", partial(self._decode, kv, name))
@@ -143,11 +138,6 @@ class _Run:
             self._bench.say("transformers' offloaded cache needs a GPU: not measured")
         self._figures["problems"] = self._problems
         return self._figures
-
-    def _place(self, near: int) -> FarPlace:
-        if self._device == "cuda":
-            return on_host(self._shape, near)
-        return in_file(self._shape, None)
 
     def _attempt(self, name: str, part: Callable[[], object]) -> None:
         started = time.monotonic()
@@ -193,11 +183,33 @@ class _Run:
             self._problems.append(f"logits over far rows are {max(apart):.2f} apart, relative")
 
     def _check_answers(self) -> None:
-        tokens = min(CHECKED_PROMPT, self._settings.tokens)
-        found = _same_answers(self._model, self._shape, VOCABULARY, tokens)
+        """The number of tokens that two answers have in common at their beginning, the second one
+        over rows of the cache; how many tokens were cached for it; and how many requests had far
+        rows."""
+        count, row_bytes = min(CHECKED_PROMPT, self._settings.tokens), self._shape.row_bytes
+        generator = torch.Generator().manual_seed(1)
+        prompt = torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+        near, enough = max(LEAST_ROWS, count // 3) * row_bytes, 2 * count * row_bytes
+        expected, _, _ = self._answers(prompt, max_kv_bytes=enough)
+        given, cached, num_far = self._answers(prompt, max_kv_bytes=near, far_kv_bytes=enough)
+        alike = min(num_shared(one, other) for one, other in zip(expected, given, strict=True))
+        found = {"alike": alike, "of": ANSWER, "cached": cached, "requests": num_far}
         self._figures["answers"] = found
-        if not found["requests"] or not found["cached"]:
+        if not num_far or not cached:
             self._problems.append(f"no request had far rows, or none a hit: {found}")
+
+    def _answers(self, prompt: list[int], **options: Any) -> tuple[list[list[int]], int, int]:
+        config = EngineConfig(
+            graphs="off", heal="off", speculate="off", gpu_cache_bytes=0, **options
+        )
+        tokenizer = number_tokenizer(VOCABULARY)
+        with KVBoost.from_model(self._model, tokenizer, config=config) as engine:
+            given = [
+                engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)
+            ]
+            far = engine._runtime.pool.far
+            num_far = far.num_lent if isinstance(far, FarStore) else 0
+            return [one.token_ids for one in given], given[1].exact_tokens, num_far
 
     def _step(self, kv: FarKV) -> None:
         kv.prepare(self._end, self._end + 1)
@@ -237,9 +249,6 @@ class _Run:
         self._forward([segment]).argmax(-1).tolist()
         self._figures["read_tokens_per_s"] = count / (time.perf_counter() - started)
 
-    def _note_shares(self, attention: StreamedAttention) -> None:
-        self._figures["host_share"] = attention.costs.host_share(1)
-
     def _bandwidths(self, kv: FarKV) -> None:
         """Bytes per second that RAM gives to the host, and the bus to the GPU, of far rows."""
         layers = [kv.far_data[:, layer] for layer in range(min(4, self._shape.num_layers))]
@@ -261,48 +270,12 @@ class _Run:
         }
 
     def _decode_stock(self) -> None:
-        stock = StockModel(self._model)
+        stock, shape = StockModel(self._model), self._shape
         self._forward.release()
-        keys, values = self._rows_of_one_layer()
-        cache = stock.offloaded_cache(keys, values)
-        del keys, values
-        self._timed(STOCK, lambda: stock.next_token([7], cache), least=1)
-
-    def _rows_of_one_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self._shape
         size = (1, shape.num_kv_heads, self._settings.tokens, shape.head_dim)
-        keys, values = (torch.randn(size, dtype=shape.dtype, device=self._device) for _ in range(2))
-        return keys, values
-
-
-def _same_answers(model: Any, shape: KVShape, vocabulary: int, num_tokens: int) -> dict[str, int]:
-    """The number of tokens that two answers have in common at their beginning, the second one over
-    rows of the cache; how many tokens were cached for it; and how many requests had far rows."""
-    generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(vocabulary, (num_tokens,), generator=generator).tolist()
-    near = max(LEAST_ROWS, num_tokens // 3) * shape.row_bytes
-    enough = 2 * num_tokens * shape.row_bytes
-    small = {"max_kv_bytes": near, "far_kv_bytes": enough}
-    expected, _, _ = _answers(model, vocabulary, prompt, {"max_kv_bytes": enough})
-    found, cached, num_far = _answers(model, vocabulary, prompt, small)
-    alike = [_common(one, other) for one, other in zip(expected, found, strict=True)]
-    return {"alike": min(alike), "of": ANSWER, "cached": cached, "requests": num_far}
-
-
-def _answers(
-    model: Any, vocabulary: int, prompt: list[int], options: dict[str, Any]
-) -> tuple[list[list[int]], int, int]:
-    config = EngineConfig(graphs="off", heal="off", speculate="off", gpu_cache_bytes=0, **options)
-    with KVBoost.from_model(model, number_tokenizer(vocabulary), config=config) as engine:
-        given = [engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)]
-        far = engine._runtime.pool.far
-        answers = [one.token_ids for one in given]
-        return answers, given[1].exact_tokens, far.num_lent if isinstance(far, FarStore) else 0
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=True)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
+        rows = (torch.randn(size, dtype=shape.dtype, device=self._device) for _ in range(2))
+        cache = stock.offloaded_cache(*rows)
+        self._timed(STOCK, lambda: stock.next_token([7], cache), least=1)
 
 
 class _Fixed:
