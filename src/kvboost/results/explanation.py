@@ -153,17 +153,10 @@ class Explanation:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Explanation:
         """The explanation that :meth:`as_dict` gave, from JSON."""
-        parts = [
-            Part(
-                **{
-                    **one,
-                    "kind": SpanKind(one["kind"]),
-                    "why": Why(one["why"]),
-                    "tiers": tuple(one["tiers"]),
-                }
-            )
-            for one in given["parts"]
-        ]
+        parts = []
+        for one in given["parts"]:
+            typed = {"kind": SpanKind(one["kind"]), "why": Why(one["why"])}
+            parts.append(Part(**{**one, **typed, "tiers": tuple(one["tiers"])}))
         found = given["divergence"]
         if found is not None:
             replaced = None if found["replaced"] is None else tuple(found["replaced"])
