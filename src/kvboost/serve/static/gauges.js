@@ -59,10 +59,7 @@ export class QueueChart extends Chart {
   static GAP = 8; // a pause of so many seconds is drawn as a gap
 
   constructor(place) {
-    super(place, "Queue", [
-      ["area", "running"],
-      ["wave", "waiting"],
-    ]);
+    super(place, "Queue", [["area", "running"], ["wave", "waiting"]]);
     this.canvas = svg("svg", { height: HEIGHT, role: "img" });
     this.body.append(this.canvas);
     this.samples = [];
