@@ -60,15 +60,10 @@ class Forward:
             answer.status = error.status
             await error.response()(scope, receive, send)
         finally:
-            logger.info(
-                "%s %r %s %.0f ms %s %s",
-                scope["method"],
-                scope["path"],
-                answer.status or "gone",
-                (time.perf_counter() - began) * 1e3,
-                answer.upstream or "-",
-                answer.reason or "-",
-            )
+            took, place = (time.perf_counter() - began) * 1e3, (scope["method"], scope["path"])
+            whither = (answer.upstream or "-", answer.reason or "-")
+            told = (*place, answer.status or "gone", took, *whither)
+            logger.info("%s %r %s %.0f ms %s %s", *told)
 
     async def _answer(self, request: Forwarded, answer: Answer) -> None:
         if request.method == "GET" and request.path in models.LISTS:
