@@ -12,8 +12,7 @@ from functools import cached_property
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
-from kvboost.config.sizes import parse_bytes
-from kvboost.config.validation import at_least, install_extra, one_of, whole
+from kvboost.config.validation import at_least, install_extra, one_of, parse_bytes, whole
 from kvboost.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"

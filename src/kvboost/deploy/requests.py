@@ -97,7 +97,8 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
             "", len(body), request_sketch, request.headers, body, state.options.shared_cache
         )
     else:
-        seen = Sketch(model=models.path_model(path))
+        named = path.removeprefix(f"{models.PATH}/")  # the model that a path asks about
+        seen = Sketch(model=named if named != path else "")
     return Forwarded(method, path, target, headers, body, seen, may_repeat)
 
 

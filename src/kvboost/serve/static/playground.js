@@ -2,7 +2,7 @@
 
 import { explained, modelName, sendForJson } from "./api.js";
 import { Chat } from "./chat.js";
-import { button, byId, setError, count, plural } from "./dom.js";
+import { button, byId, count, plural, setError } from "./dom.js";
 import { DEMONSTRATION, EXAMPLES, paragraphs, shuffled } from "./examples.js";
 import { Exchange } from "./exchange.js";
 import { FieldError, formatFields, showAtField, startFormats } from "./formats.js";
