@@ -60,22 +60,11 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._pipe.serve_in(self._loop, self._receive)
 
-    def send_first(self, data: bytes) -> None:
-        """Sends what the process needs to begin."""
-        self._pipe.send_bytes(data)
-
-    def stop(self) -> None:
-        """Lets it finish what runs, and end."""
-        self._pipe.send(wire.Stop())
-
-    def reload(self, number: int, settings: bytes) -> None:
-        self._pipe.send(wire.Reload(number, settings))
+    def send(self, message: wire.ToApi) -> None:
+        self._pipe.send(message)
 
     def tell_adapters(self) -> None:
-        self._pipe.send(wire.Adapters(self._engine.adapters()))
-
-    def tell_failure(self, error: Exception) -> None:
-        self._pipe.send(wire.Failed(wire.to_wire(error)))
+        self.send(wire.Adapters(self._engine.adapters()))
 
     def close(self) -> None:
         """Ends what it has asked for, and the connection."""
