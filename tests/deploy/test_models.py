@@ -122,7 +122,7 @@ def test_an_upstream_that_says_404_is_followed_by_the_next() -> None:
 
 def test_an_upstream_that_lists_late_is_listed_as_before(two, monkeypatch) -> None:
     one, other, url = two
-    monkeypatch.setattr("kvboost.deploy.listing.CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("kvboost.deploy.forward.CHECK_SECONDS", 0.2)
     one.models = hang(one)
     names = [entry["id"] for entry in get(url, "/v1/models").json()["data"]]
     assert names == ["a", "both", "b"]

@@ -114,6 +114,5 @@ def _extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the benchmark {name} needs {error.name}; {install_extra('bench')}"
-        ) from error
+        said = f"the benchmark {name} needs {error.name}; {install_extra('bench')}"
+        raise ConfigError(said) from error

@@ -65,6 +65,8 @@ OfModel = Annotated[
     str | None, told("Only this model: its name, or the beginning of its id.", "--model", "-m")
 ]
 _PREVIEW = 48
+_SHOWN = ("name", "fingerprint", "bits", "chunks", "tokens")
+"""What ``info`` says of a model."""
 
 
 @app.command()
@@ -127,14 +129,7 @@ def info(place: Place, as_json: AsJson = False) -> None:
                 "quarantine": {"files": found.quarantined, "bytes": found.quarantined_bytes},
                 "another_version": {"files": found.others, "bytes": found.other_bytes},
                 "models": [
-                    {
-                        "name": one.name,
-                        "fingerprint": one.fingerprint,
-                        "bits": one.bits,
-                        "chunks": one.chunks,
-                        "tokens": one.tokens,
-                        "bytes": one.nbytes,
-                    }
+                    {**{name: getattr(one, name) for name in _SHOWN}, "bytes": one.nbytes}
                     for one in found.models
                 ],
             }

@@ -122,14 +122,12 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 def set_signature(run: Callable[..., None], parameters: Sequence[tuple[str, Any, Any]]) -> None:
     """Has ``run`` show ``parameters``: the name, default and annotation of each."""
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
-            for name, default, kind in parameters
-        ]
-    )
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    shown = [
+        inspect.Parameter(name, by_name, default=default, annotation=kind)
+        for name, default, kind in parameters
+    ]
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {name: kind for name, _, kind in parameters}
 
 

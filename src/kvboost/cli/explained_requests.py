@@ -89,9 +89,8 @@ def read_requests(name: str, read_stdin: Callable[[], str]) -> list[Asked]:
             try:
                 given = json.loads(line)
             except ValueError as error:
-                raise ConfigError(
-                    f"{name}, line {number}: {error}; expected one request a line: {EXPECTED}"
-                ) from None
+                said = f"{name}, line {number}: {error}; expected one request a line: {EXPECTED}"
+                raise ConfigError(said) from None
             found.append(_check(name, number, given))
     return found
 
@@ -120,9 +119,8 @@ def _check(name: str, line: int, given: Any) -> Asked:
             if not isinstance(one, dict) or not isinstance(one.get("role"), str):
                 raise ConfigError(f'{where}: {str(one)[:60]!r} is no message; it needs a "role"')
             if _text(one) is None:
-                raise ConfigError(
-                    f"{where}: a message of {one['role']!r} has content that is not text"
-                )
+                said = f"{where}: a message of {one['role']!r} has content that is not text"
+                raise ConfigError(said)
     return Asked(line, given)
 
 

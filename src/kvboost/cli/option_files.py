@@ -81,9 +81,8 @@ def read_texts(
     if paths and not texts:
         raise ConfigError(f"--warm {paths[0]} holds no text file")
     if size > max_bytes:
-        raise ConfigError(
-            f"the files of --warm have {size:,} bytes; a server takes {max_bytes:,}: warm fewer"
-        )
+        said = f"the files of --warm have {size:,} bytes; a server takes {max_bytes:,}: warm fewer"
+        raise ConfigError(said)
     return tuple(texts), left_out
 
 

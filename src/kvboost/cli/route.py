@@ -102,9 +102,8 @@ def route(
             from kvboost.serve.process import bind, run
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"kvboost route needs {error.name}; {install_extra('serve')}"
-            ) from None
+            said = f"kvboost route needs {error.name}; {install_extra('serve')}"
+            raise ConfigError(said) from None
         if given.metrics not in ("open", "off"):
             raise ConfigError(f"metrics={given.metrics!r} is not available; choose 'open' or 'off'")
         settings = ProxySettings(

@@ -39,9 +39,8 @@ def serve(context: typer.Context, given: ServeOptions) -> None:
             from kvboost.serve.remote.processes import serve as run_apart
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"kvboost serve needs {error.name}; {install_extra('serve')}"
-            ) from None
+            said = f"kvboost serve needs {error.name}; {install_extra('serve')}"
+            raise ConfigError(said) from None
 
         workers, host = num_api_workers(given.api_workers), given.host
         keys = _keys(given.keys_file, starting=True)

@@ -38,11 +38,11 @@ from kvboost.config.request import GenerationMode as GenerationMode
 from kvboost.config.request import SamplingParams as SamplingParams
 from kvboost.config.request import most_drafted as most_drafted
 from kvboost.config.request import stop_strings as stop_strings
-from kvboost.config.sizes import format_bytes as format_bytes
-from kvboost.config.sizes import parse_bytes as parse_bytes
 from kvboost.config.validation import at_least as at_least
 from kvboost.config.validation import choose as choose
+from kvboost.config.validation import format_bytes as format_bytes
 from kvboost.config.validation import install_extra as install_extra
 from kvboost.config.validation import one_of as one_of
+from kvboost.config.validation import parse_bytes as parse_bytes
 from kvboost.config.validation import whole as whole
 from kvboost.config.validation import within as within

@@ -12,8 +12,7 @@ from functools import cached_property
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
-from kvboost.config.sizes import parse_bytes
-from kvboost.config.validation import at_least, install_extra, one_of, whole
+from kvboost.config.validation import at_least, install_extra, one_of, parse_bytes, whole
 from kvboost.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -231,9 +230,8 @@ class EngineConfig:
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         if self.host_memory is not None and self.device_memory is None:
-            raise ConfigError(
-                "host_memory is for layers that do not fit into device_memory; set that too"
-            )
+            said = "host_memory is for layers that do not fit into device_memory; set that too"
+            raise ConfigError(said)
         one_of(self.graphs, GRAPHS, "graphs")
         one_of(self.weights, WEIGHTS, "weights")
         most_drafted(self.speculate)

@@ -166,14 +166,10 @@ class _Connection(asyncio.Protocol):
     async def ask(self, request: httpx.Request, seconds: float | None) -> h11.Response:
         """Sends a request; returns the head of the answer, which must come within ``seconds``."""
         try:
+            target = request.extensions.get("target", request.url.raw_path)
+            method, headers = request.method.encode(), request.headers.raw
             parts = [
-                self._parser.send(
-                    h11.Request(
-                        method=request.method.encode(),
-                        target=request.extensions.get("target", request.url.raw_path),
-                        headers=request.headers.raw,
-                    )
-                ),
+                self._parser.send(h11.Request(method=method, target=target, headers=headers)),
                 self._parser.send(h11.Data(request.content)) if request.content else b"",
                 self._parser.send(h11.EndOfMessage()),
             ]

@@ -1,23 +1,33 @@
-"""Sending a request on to an upstream, and its answer back."""
+"""Sending a request on to an upstream, and its answer back; the models of all upstreams."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 
 import httpx
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvboost.deploy import models
-from kvboost.deploy.answers import Answer, Whole, answer_headers, no_answer, none_left, not_sent
+from kvboost.deploy.answers import (
+    Answer,
+    Whole,
+    answer_headers,
+    long_list,
+    no_answer,
+    none_left,
+    not_sent,
+)
 from kvboost.deploy.connections import read_up_to
-from kvboost.deploy.listing import asks_for_list, list_models
 from kvboost.deploy.metrics import reported_tokens
-from kvboost.deploy.requests import Forwarded, read_request
+from kvboost.deploy.requests import Forwarded, end_to_end, read_request
 from kvboost.deploy.router import Flight
 from kvboost.deploy.state import RouteState
+from kvboost.deploy.upstreams import CHECK_SECONDS
 from kvboost.serve.errors import ApiError, ClientGone, timed_out
 from kvboost.serve.http.streaming import unless_gone
 
@@ -50,19 +60,14 @@ class Forward:
             answer.status = error.status
             await error.response()(scope, receive, send)
         finally:
-            logger.info(
-                "%s %r %s %.0f ms %s %s",
-                scope["method"],
-                scope["path"],
-                answer.status or "gone",
-                (time.perf_counter() - began) * 1e3,
-                answer.upstream or "-",
-                answer.reason or "-",
-            )
+            took, place = (time.perf_counter() - began) * 1e3, (scope["method"], scope["path"])
+            whither = (answer.upstream or "-", answer.reason or "-")
+            told = (*place, answer.status or "gone", took, *whither)
+            logger.info("%s %r %s %.0f ms %s %s", *told)
 
     async def _answer(self, request: Forwarded, answer: Answer) -> None:
-        if asks_for_list(request):
-            await list_models(self._state, request, answer)
+        if request.method == "GET" and request.path in models.LISTS:
+            await _list_models(self._state, request, answer)
         else:
             await self._forward(request, answer, await self._serving(request.sketch.model))
 
@@ -210,3 +215,56 @@ class _NoAnswer(Exception):
     def __init__(self, error: ApiError | None) -> None:
         super().__init__()
         self.error = error
+
+
+async def _list_models(state: RouteState, request: Forwarded, answer: Answer) -> None:
+    """Asks all upstreams with the client's own key. Each model is listed once, as the first of them
+    describes it. If none of them lists any, the client sees why the first does not."""
+    headers = end_to_end(request.headers, {"accept-encoding"})  # lists are parsed here
+    question, usable = replace(request, headers=headers), state.upstreams.usable
+    answers = await asyncio.gather(*(_ask(state, question, one) for one in usable))
+    lists = {
+        upstream: found
+        for upstream, one in zip(usable, answers, strict=True)
+        if (found := _listed(state, request.path, upstream, one)) is not None
+    }
+    given = [one for one in answers if isinstance(one, Whole)]
+    if lists:
+        kind = (b"content-type", b"application/json")
+        whole = Whole(", ".join(lists), 200, [kind], models.joined(lists.values(), request.path))
+    elif given:
+        whole = given[0]
+    else:
+        errors = (one for one in answers if isinstance(one, ApiError))
+        raise next(errors, none_left(state))
+    state.metrics.answered(whole.upstream, whole.status)
+    await answer.send(whole)
+
+
+async def _ask(state: RouteState, question: Forwarded, upstream: str) -> Whole | ApiError | None:
+    """The answer of one upstream, or the error if it is too long; None if none comes. Raises
+    ApiError if the client's request cannot be sent."""
+    try:
+        response, body = await state.connections.fetch(
+            question.to(upstream), CHECK_SECONDS, models.MAX_LIST
+        )
+    except httpx.LocalProtocolError:  # the client's mistake
+        raise not_sent() from None
+    except httpx.TransportError as error:
+        if not isinstance(error, httpx.TimeoutException):
+            state.upstreams.failed(upstream, error)
+        return None
+    if body is None:
+        return long_list(upstream)
+    return Whole(upstream, response.status_code, answer_headers(response), body)
+
+
+def _listed(
+    state: RouteState, path: str, upstream: str, answer: Whole | ApiError | None
+) -> models.Models | None:
+    """The models that an upstream lists, or has listed before if it does not answer in time."""
+    if answer is None:
+        return state.upstreams.models[upstream] if path == models.PATH else None
+    if isinstance(answer, ApiError) or answer.status != 200:
+        return None
+    return models.listed(answer.body, path)

@@ -91,15 +91,11 @@ class _Upstreams(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        states = self._states()
+        states, known = self._states(), "Tokens of text an upstream is thought to know"
         for name, help_, value in (
             ("upstream_up", "Whether an upstream takes requests", lambda one: states[one] == UP),
             ("open_requests", "Requests without a complete answer", self._router.open_requests),
-            (
-                "known_tokens",
-                "Tokens of text an upstream is thought to know",
-                lambda one: self._router.known(one).tokens,
-            ),
+            ("known_tokens", known, lambda one: self._router.known(one).tokens),
         ):
             gauge = GaugeMetricFamily(f"kvboost_route_{name}", help_, labels=["upstream"])
             for upstream in states:

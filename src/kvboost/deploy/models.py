@@ -40,11 +40,6 @@ def joined(lists: Iterable[Models], path: str = PATH) -> bytes:
     return f'{{{kind}"{LISTS[path][0]}":[{",".join(entries.values())}]}}'.encode()
 
 
-def path_model(path: str) -> str:
-    """The model that a path asks about; empty if it asks about none."""
-    return path.removeprefix(f"{PATH}/") if path.startswith(f"{PATH}/") else ""
-
-
 def shown_names(names: Iterable[str]) -> str:
     """Names for a message, the first of them if there are many."""
     told = [name if name.isprintable() and len(name) < 80 else shown(name) for name in names]

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from kvboost.deploy.forward import Forward
+from kvboost.deploy.requests import FORWARDED, is_plain, not_plain
 from kvboost.deploy.state import ProxySettings, RouteState
-from kvboost.deploy.targets import FORWARDED, is_plain, not_plain
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE

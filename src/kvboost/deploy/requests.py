@@ -1,8 +1,16 @@
-"""Requests as they are sent on."""
+"""Requests as they are sent on.
+
+A path is sent on exactly as it arrived. So it must mean the same to everyone on the way: to
+clients and proxies that remove dot segments, to servers that decode it, and to servers that decode
+it twice.
+"""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
 from uuid import uuid4
 
 import httpx
@@ -12,10 +20,18 @@ from starlette.requests import Request
 from kvboost.deploy import models
 from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
 from kvboost.deploy.state import RouteState
-from kvboost.deploy.targets import check_target
 from kvboost.serve.errors import ApiError
 from kvboost.serve.http.bodies import receive_body
 from kvboost.serve.http.json_text import JsonBudget, JsonTextError
+from kvboost.serve.http.problems import shown
+
+FORWARDED = (b"/v1/", b"/api/")
+"""The beginnings of paths that are sent on: OpenAI's and Anthropic's APIs, and Ollama's."""
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_SAFE = r"A-Za-z0-9_~!$&'()*+,=:@.-"
+_ARRIVED = re.compile(rf"(?:/|[{_SAFE}]|%[0-9A-Fa-f]{{2}})*".encode())
+_DECODED = re.compile(rf"/(?:(?![. ]+(?:/|$))(?:[ {_SAFE}]|[^\x00-\x7f])+(?:/|$))*")
+"""Segments that are not empty and not dots alone. The last one may be empty."""
 
 RawHeaders = list[tuple[bytes, bytes]]
 UPSTREAM_HEADER = "x-kvboost-upstream"
@@ -81,7 +97,8 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
             "", len(body), request_sketch, request.headers, body, state.options.shared_cache
         )
     else:
-        seen = Sketch(model=models.path_model(path))
+        named = path.removeprefix(f"{models.PATH}/")  # the model that a path asks about
+        seen = Sketch(model=named if named != path else "")
     return Forwarded(method, path, target, headers, body, seen, may_repeat)
 
 
@@ -108,3 +125,37 @@ def end_to_end(headers: RawHeaders, without: set[str]) -> RawHeaders:
         for name, value in headers
         if name.decode("latin-1").lower() not in dropped
     ]
+
+
+def is_plain(raw: bytes) -> bool:
+    """Whether a path means the same however often it is decoded and normalised: no dot segments, no
+    empty segments, no backslashes, semicolons, percent signs or control characters, neither as
+    they are nor encoded. ``org%2Fmodel`` is plain: decoded once or not, it names the same model."""
+    if not _ARRIVED.fullmatch(raw):
+        return False
+    try:
+        decoded = unquote_to_bytes(raw).decode()
+    except UnicodeDecodeError:
+        return False
+    decoded = unicodedata.normalize("NFKC", decoded)  # some servers turn wide dots into dots
+    return decoded.isprintable() and _DECODED.fullmatch(decoded) is not None
+
+
+def check_target(method: str, raw: bytes) -> None:
+    """Raises ApiError unless a request can be sent on. ``raw`` is its path as it arrived."""
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        said = f"the router does not forward {shown(method)}; it forwards {known}"
+        raise ApiError(405, said, "method_not_allowed", headers={"allow": known})
+    if not (is_plain(raw) and raw.startswith(FORWARDED)):
+        raise not_plain(raw)
+
+
+def not_plain(raw: bytes) -> ApiError:
+    return ApiError(
+        400,
+        f"the path {shown(raw.decode('latin-1'))} can be read in more than one way. Send a path "
+        "that begins with /v1/ or /api/, without . or .. or empty segments, \\, ;, and % or "
+        "control characters that are encoded",
+        code="ambiguous_path",
+    )

@@ -278,15 +278,11 @@ class Router:
         candidates = {name: self._upstreams[name] for name in among}
         expected = {name: one.known.expect(sketch, policy) for name, one in candidates.items()}
         least = min((one.known.tokens for one in candidates.values()), default=0)
-        choices = [
-            Choice(
-                name,
-                expected[name],
-                self._score(one, expected[name], sketch, least)
-                - self.settings.request_tokens * (elsewhere or {}).get(name, 0),
-            )
-            for name, one in candidates.items()
-        ]
+        choices = []
+        for name, one in candidates.items():
+            others = self.settings.request_tokens * (elsewhere or {}).get(name, 0)
+            score = self._score(one, expected[name], sketch, least) - others
+            choices.append(Choice(name, expected[name], score))
         choices.sort(key=lambda choice: self._order(choice, policy))
         reason = _reason(choices, policy)
         return [

@@ -1,7 +1,9 @@
 """The result of a request: text, tokens, times, and the source of every prompt row."""
 
+from kvboost.results.answer import AnswerAudit as AnswerAudit
 from kvboost.results.answer import AppliedEdit as AppliedEdit
 from kvboost.results.answer import GenerationResult as GenerationResult
+from kvboost.results.answer import Healing as Healing
 from kvboost.results.answer import ParsedAnswer as ParsedAnswer
 from kvboost.results.answer import TokenLogprob as TokenLogprob
 from kvboost.results.answer import ToolCall as ToolCall
@@ -9,14 +11,12 @@ from kvboost.results.explanation import Divergence as Divergence
 from kvboost.results.explanation import Explanation as Explanation
 from kvboost.results.explanation import Part as Part
 from kvboost.results.explanation import Why as Why
-from kvboost.results.healing import AnswerAudit as AnswerAudit
-from kvboost.results.healing import Healing as Healing
-from kvboost.results.healing import HealReport as HealReport
 from kvboost.results.reports import LONGEST_ADAPTER_NAME as LONGEST_ADAPTER_NAME
 from kvboost.results.reports import AdapterInfo as AdapterInfo
 from kvboost.results.reports import Arrangement as Arrangement
 from kvboost.results.reports import Calibration as Calibration
 from kvboost.results.reports import CalibrationStep as CalibrationStep
+from kvboost.results.reports import HealReport as HealReport
 from kvboost.results.reports import Pin as Pin
 from kvboost.results.reports import Score as Score
 from kvboost.results.reports import VerificationReport as VerificationReport

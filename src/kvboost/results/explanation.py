@@ -153,17 +153,10 @@ class Explanation:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Explanation:
         """The explanation that :meth:`as_dict` gave, from JSON."""
-        parts = [
-            Part(
-                **{
-                    **one,
-                    "kind": SpanKind(one["kind"]),
-                    "why": Why(one["why"]),
-                    "tiers": tuple(one["tiers"]),
-                }
-            )
-            for one in given["parts"]
-        ]
+        parts = []
+        for one in given["parts"]:
+            typed = {"kind": SpanKind(one["kind"]), "why": Why(one["why"])}
+            parts.append(Part(**{**one, **typed, "tiers": tuple(one["tiers"])}))
         found = given["divergence"]
         if found is not None:
             replaced = None if found["replaced"] is None else tuple(found["replaced"])
@@ -254,15 +247,9 @@ def _shown(found: Divergence | None) -> list[str]:
 def _table(parts: Sequence[Part]) -> list[str]:
     """Some lines for each part: its reason, its text, and what was before moved text."""
     rows = [("tokens", "count", "source", "why, and the text")]
-    rows += [
-        (
-            f"{part.start:,} to {part.end - 1:,}",
-            f"{part.num_tokens:,}",
-            part.kind.value,
-            part.detail,
-        )
-        for part in parts
-    ]
+    for part in parts:
+        tokens = f"{part.start:,} to {part.end - 1:,}"
+        rows.append((tokens, f"{part.num_tokens:,}", part.kind.value, part.detail))
     widths = [max(len(row[place]) for row in rows) for place in range(3)]
     lines = [
         f"{span:<{widths[0]}}  {count:>{widths[1]}}  {kind:<{widths[2]}}  {said}"

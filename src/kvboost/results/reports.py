@@ -1,4 +1,4 @@
-"""The results of the other calls: scores, orders of documents, pins, checks and adapters."""
+"""The results of other calls: scores, orders of documents, pins, healing, checks, adapters."""
 
 from __future__ import annotations
 
@@ -57,6 +57,20 @@ class Pin:
     """Of its chunks, also of those that other pins hold as well."""
     ttl: float | None
     """Seconds until it ends; None: it ends with :meth:`KVBoost.unpin` or the engine."""
+
+
+@dataclass(frozen=True)
+class HealReport:
+    """The result of ``heal``."""
+
+    conversations: int
+    """The number of conversations that were healed to their end."""
+    tokens: int
+    """The number of rows that became exact."""
+    waiting: int
+    """The number of conversations and documents that are left."""
+    readings: int = 0
+    """The number of documents that were read after other text (``warm_later``)."""
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,8 @@ class Document:
         return titled(self.text[head:], title)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "document",
-            "title": self.title,
-            "tokens": self.tokens,
-            "bytes": self.size,
-            "created": int(self.created),
-            "status": self.status,
-            "error": self.error,
-        }
+        same = {name: getattr(self, name) for name in ("id", "title", "tokens", "status", "error")}
+        return {**same, "object": "document", "bytes": self.size, "created": int(self.created)}
 
 
 class Documents:

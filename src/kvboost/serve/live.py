@@ -62,12 +62,5 @@ class LiveLog:
     def healed(self) -> list[dict[str, Any]]:
         """What has become of the approximate rows of the last 16 answers that had any."""
         return [
-            {
-                "request_id": request_id,
-                "approximate_tokens": healing.approximate_tokens,
-                "healed_tokens": healing.healed_tokens,
-                "status": healing.status,
-                "audit": None if healing.audit is None else asdict(healing.audit),
-            }
-            for request_id, healing in self._healing
+            {"request_id": request_id, **asdict(healing)} for request_id, healing in self._healing
         ]

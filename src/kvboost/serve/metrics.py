@@ -72,11 +72,8 @@ class Metrics:
         self._answers.labels(finish_reason).inc()
         self._generated.inc(generated)
         recomputed = rows["recomputed_tokens"]
-        self._prompt["exact"].inc(rows["exact_tokens"])
-        self._prompt["approximate"].inc(rows["approximate_tokens"])
-        self._prompt["moved"].inc(rows["moved_tokens"] - recomputed)
-        self._prompt["recomputed"].inc(recomputed)
-        self._prompt["computed"].inc(rows["computed_tokens"])
+        for source, counter in self._prompt.items():
+            counter.inc(rows[f"{source}_tokens"] - (recomputed if source == "moved" else 0))
 
     def response(self, status: int) -> None:
         """Counts a response; 0 if the client had closed its connection."""

@@ -113,9 +113,8 @@ class ServerState:
         """Raises ConfigError if an adapter has one of the names of the model."""
         names = served_names(self.engine, self.settings)
         if hidden := sorted({*names} & {*self.engine.adapters()}):
-            raise ConfigError(
-                f"{hidden[0]!r} names both the model and an adapter; rename one of them"
-            )
+            said = f"{hidden[0]!r} names both the model and an adapter; rename one of them"
+            raise ConfigError(said)
         self.names = self.embedding_names = names
         if self.settings.embedding_model is not None:
             self.embedding_names = (_plain_name(self.settings.embedding_model.name),)

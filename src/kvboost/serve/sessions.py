@@ -132,12 +132,7 @@ class Sessions:
             return dict(live)
 
     def _describe(self, session: Session) -> dict[str, Any]:
-        return {
-            "id": session.id,
-            "object": "session",
-            "created": int(session.created),
-            "turns": session.turns,
-            "tokens": session.tokens,
-            "bytes": session.bytes,
-            "expires_in": round(max(0.0, session.expires - self._clock()), 3),
-        }
+        same = {name: getattr(session, name) for name in ("id", "turns", "tokens", "bytes")}
+        expires_in = round(max(0.0, session.expires - self._clock()), 3)
+        created = int(session.created)
+        return {**same, "object": "session", "created": created, "expires_in": expires_in}

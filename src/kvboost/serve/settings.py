@@ -60,9 +60,8 @@ def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
                 "'admin:name:key'"
             )
         if not secret.isascii() or not secret.isprintable() or " " in secret:
-            raise ConfigError(
-                f"the key of {name!r} in {source} must be printable ASCII without blanks"
-            )
+            said = f"the key of {name!r} in {source} must be printable ASCII without blanks"
+            raise ConfigError(said)
         keys.append(ApiKey(name, secret, is_admin))
     for what in ("name", "secret"):
         if len({getattr(key, what) for key in keys}) < len(keys):
@@ -155,9 +154,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         choose(GenerationMode, self.mode, "mode")
         if not all(isinstance(name, str) and name for name in self.served_names):
-            raise ConfigError(
-                f"served_names={self.served_names!r} must be names, none of them empty"
-            )
+            said = f"served_names={self.served_names!r} must be names, none of them empty"
+            raise ConfigError(said)
         one_of(self.metrics, METRICS, "metrics")
         if self.metrics == "key" and not self.keys:
             raise ConfigError(
@@ -246,9 +244,8 @@ def check_certificate(cert: Path | None, key: Path | None) -> None:
     """Raises ConfigError unless both are missing or the key belongs to the certificate."""
     if cert is None:
         if key is not None:
-            raise ConfigError(
-                f"the TLS key {key} needs its certificate; give both, tls_cert and tls_key"
-            )
+            said = f"the TLS key {key} needs its certificate; give both, tls_cert and tls_key"
+            raise ConfigError(said)
         return
     for file in (cert, key):
         if file is not None and not file.is_file():  # a pipe would stop a server that reloads

@@ -164,7 +164,6 @@ def _check_markers(markers: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"markers={markers!r} is one string; give a list, [{markers!r}]")
     compact = tuple(map(_without_spaces, markers))
     if not compact or not all(compact):
-        raise ConfigError(
-            f"markers={markers!r} must be strings that are more than spaces, at least one"
-        )
+        said = f"markers={markers!r} must be strings that are more than spaces, at least one"
+        raise ConfigError(said)
     return compact

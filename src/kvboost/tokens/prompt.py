@@ -113,9 +113,8 @@ class PromptReader:
         """The text of a conversation in the model's chat template, with its special tokens. For
         each image there is the template's placeholder."""
         if not _is_chat(conversation.messages):
-            raise PromptError(
-                f"a conversation has chat messages; got {_short(conversation.messages)}"
-            )
+            said = f"a conversation has chat messages; got {_short(conversation.messages)}"
+            raise PromptError(said)
         messages = conversation.messages
         return self._tokenizer.render_chat(
             without_files(messages) if has_images(conversation) else messages,
@@ -218,9 +217,8 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
         return False
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise PromptError(
-                f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
-            )
+            said = f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
+            raise PromptError(said)
     return True
 
 

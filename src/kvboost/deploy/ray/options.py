@@ -51,8 +51,7 @@ class DeployOptions(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(
-                f"max_replicas={self.max_replicas} must be at least replicas={self.replicas}"
-            )
+            said = f"max_replicas={self.max_replicas} must be at least replicas={self.replicas}"
+            raise ValueError(said)
         RouterSettings(self.policy, self.remember)
         return self

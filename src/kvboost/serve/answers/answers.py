@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """An iterator of ``(choice, piece)`` in the order in which pieces arrive, and of
-    ``(choice, None)`` when a choice ends. ``aclose`` cancels the answers that
-    still run and frees their KV within one step. Pieces wait here until they are taken, so a slow
-    client does not slow down the engine."""
+    """An iterator of ``(choice, piece)`` in the order in which pieces arrive, and of ``(choice,
+    None)`` when a choice ends. ``aclose`` cancels the answers that still run and frees their KV
+    within one step. Pieces wait here, so a slow client does not slow down the engine."""
 
     def __init__(
         self, server: ServerState, tenant: str, request_id: str, choices: list[Choice]

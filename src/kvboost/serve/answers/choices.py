@@ -16,8 +16,7 @@ from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.results import AppliedEdit, GenerationResult
 from kvboost.serve.answers.logprobs import ShownToken, TokenReader
-from kvboost.serve.answers.marks import Kept
-from kvboost.serve.answers.prompts import Prompt
+from kvboost.serve.answers.prompts import Kept, Prompt
 from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.schema.generation import Generation

@@ -105,16 +105,11 @@ def prompt_logprobs(
         ]
         if one.token_id not in {token_id for token_id, _ in one.top}:
             ranked.insert(0, (one.token_id, one.logprob, None))
-        found.append(
-            {
-                str(token_id): {
-                    "logprob": logprob,
-                    "rank": rank,
-                    "decoded_token": decode([token_id]),
-                }
-                for token_id, logprob, rank in ranked
-            }
-        )
+        by_id = {}
+        for token_id, logprob, rank in ranked:
+            text = decode([token_id])
+            by_id[str(token_id)] = {"logprob": logprob, "rank": rank, "decoded_token": text}
+        found.append(by_id)
     return found
 
 

@@ -121,12 +121,7 @@ def _host_name(host: str) -> str:
 
 
 EXPOSED = (
-    "x-request-id",
-    "retry-after",
-    "x-kvboost-ttft-ms",
-    "x-kvboost-exact-tokens",
-    "x-kvboost-moved-tokens",
-    "x-kvboost-recomputed-tokens",
-    "x-kvboost-computed-tokens",
+    *("x-request-id", "retry-after", "x-kvboost-ttft-ms"),
+    *(f"x-kvboost-{kind}-tokens" for kind in ("exact", "moved", "recomputed", "computed")),
 )
 """Headers of responses that scripts of other origins may read."""

@@ -76,17 +76,10 @@ class RequestMiddleware:
             said = record.line() or (refusal.line() if refusal is not None else "-")
             self._server.metrics.response(status)
             is_minor = scope["path"] in POLLED_PATHS or scope["path"].startswith(_PAGE)
-            logger.log(
-                logging.DEBUG if is_minor else logging.INFO,
-                "%s %s %r %s %.0f ms %s %s",
-                request_id,
-                scope["method"],
-                scope["path"],
-                status or "gone",
-                (ended - began) * 1e3,
-                tenant.name if tenant is not None else "-",
-                said,
-            )
+            level = logging.DEBUG if is_minor else logging.INFO
+            name, took = "-" if tenant is None else tenant.name, (ended - began) * 1e3
+            facts = (request_id, scope["method"], scope["path"], status or "gone", took, name, said)
+            logger.log(level, "%s %s %r %s %.0f ms %s %s", *facts)
             if self._server.tracing is not None and not is_minor:
                 self._server.tracing.request(scope, record, status, began, ended)
 

@@ -143,14 +143,8 @@ def messages_of(
             turn = []
         match item:
             case ResultItem():
-                messages.append(
-                    make_message(
-                        role="tool",
-                        tool_call_id=item.call_id,
-                        name=item.name,
-                        content=_content(item.output),
-                    )
-                )
+                said = {"name": item.name, "content": _content(item.output)}
+                messages.append(make_message(role="tool", tool_call_id=item.call_id, **said))
             case MessageItem() if item.role != "assistant":
                 messages.append(make_message(role=item.role, content=_content(item.content)))
             case _:

@@ -11,7 +11,7 @@ from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import JsonObjectFormat, JsonSchema, SchemaDetails, TextFormat
-from kvboost.serve.schema.generation import ReuseOptions, needs
+from kvboost.serve.schema.generation import NEEDS_STREAM, ReuseOptions
 from kvboost.serve.schema.requests import ChatRequest
 
 
@@ -90,9 +90,7 @@ _SAME = (
 class ResponseRequest(fields.Body):
     """A request of the Responses API."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"allOf": [needs("stream_options", "object", "stream")]}
-    )
+    model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_STREAM]})
 
     model: fields.Text
     input: Annotated[

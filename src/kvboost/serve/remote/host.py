@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 
 import kvboost
+from kvboost.results import Healing, ReuseReport
+from kvboost.runtime.request import RequestState
 from kvboost.serve.embedder import Encoder, Vectors, advance
 from kvboost.serve.remote import wire
-from kvboost.serve.remote.listeners import AnswerSender, Outgoing
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import PlacedImages, ReadPrompt
 
@@ -34,6 +36,8 @@ _IN_A_THREAD = frozenset(
 )
 _COROUTINES = frozenset({"awarm", "apin"})
 _WITHOUT_RESULT = frozenset({"compile_format"})
+_KEPT_HEALING = 16
+"""Of so many answers an API process shows what becomes of their approximate rows."""
 
 
 @dataclass(eq=False)
@@ -56,22 +60,11 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._pipe.serve_in(self._loop, self._receive)
 
-    def send_first(self, data: bytes) -> None:
-        """Sends what the process needs to begin."""
-        self._pipe.send_bytes(data)
-
-    def stop(self) -> None:
-        """Lets it finish what runs, and end."""
-        self._pipe.send(wire.Stop())
-
-    def reload(self, number: int, settings: bytes) -> None:
-        self._pipe.send(wire.Reload(number, settings))
+    def send(self, message: wire.ToApi) -> None:
+        self._pipe.send(message)
 
     def tell_adapters(self) -> None:
-        self._pipe.send(wire.Adapters(self._engine.adapters()))
-
-    def tell_failure(self, error: Exception) -> None:
-        self._pipe.send(wire.Failed(wire.to_wire(error)))
+        self.send(wire.Adapters(self._engine.adapters()))
 
     def close(self) -> None:
         """Ends what it has asked for, and the connection."""
@@ -194,3 +187,100 @@ def _prompt_of(ask: wire.Ask) -> ReadPrompt:
     """The prompt of a message, which the API process has checked."""
     ids: TokenIds = np.frombuffer(ask.token_ids, np.int32)
     return ReadPrompt(ids, PlacedImages(ids, *ask.images) if ask.images else None)
+
+
+class Outgoing:
+    """The answers of one API process. The loop's thread calls it after each step, and it sends what
+    is new of all of them at once, from that thread: to wake another one would take longer."""
+
+    def __init__(self, engine: kvboost.KVBoost, pipe: wire.Pipe[wire.ToEngine]) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._news: list[wire.News] = []
+        self.running: dict[int, AnswerSender] = {}
+        """By number."""
+        self.healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
+        """Of the last answers with approximate rows."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *arguments: Any) -> None:
+        """Takes the calls of a step to the listeners."""
+        try:
+            callback(*arguments)
+            news, self._news = self._news, []
+            self._pipe.send(wire.Step(news))
+        except Exception:  # a defect; the loop has other answers to compute
+            logger.exception("answers could not be sent to the API process")
+            self._pipe.shut()
+
+    def add(self, news: wire.News) -> None:
+        self._news.append(news)
+
+    def end(self, number: int, healing: Healing | None) -> None:
+        self.running.pop(number, None)
+        if healing is not None:
+            self.healing.append((number, healing))
+
+    def estimate_ms(self, state: RequestState) -> float | None:
+        return self._engine.estimate_ms(len(state.request.token_ids))
+
+    def progress(self) -> dict[str, Any]:
+        """How far answers without a first token are, and what became of approximate rows."""
+        return {
+            "reading": [
+                (number, one.state.rows, one.state.reuse, self.estimate_ms(one.state))
+                for number, one in list(self.running.items())
+                if one.state is not None and not one.state.token_ids
+            ],
+            "healing": list(self.healing),
+        }
+
+
+class AnswerSender:
+    """Sends one answer to its API process."""
+
+    def __init__(self, outgoing: Outgoing, number: int) -> None:
+        self.event_loop = outgoing
+        self._number = number
+        self.state: RequestState | None = None
+        self._num_sent = 0
+        self._reuse: ReuseReport | None = None
+        """What was sent of it."""
+        self.cancel: Callable[[], None] = lambda: None
+
+    def listen(self, state: RequestState) -> AnswerSender:
+        self.state = state
+        return self
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        state, start = self.state, self._num_sent
+        assert state is not None
+        self._num_sent += len(token_ids)
+        news = wire.News(self._number, list(token_ids))
+        if state.logprobs:
+            news.logprobs = state.logprobs[start : self._num_sent]
+        if not start:
+            self._reuse = state.reuse
+            news.begun = wire.Begun(
+                state.reuse,
+                state.clock.timings(),
+                self.event_loop.estimate_ms(state),
+                state.prompt_logprobs,
+            )
+        self.event_loop.add(news)
+
+    def end(self, error: BaseException | None) -> None:
+        state = self.state
+        assert state is not None
+        ended = wire.Ended(
+            state.finish_reason,
+            state.clock.timings(),
+            None if state.reuse is self._reuse else state.reuse,
+            state.exact_from if state.is_exact else len(state.token_ids),
+            state.healing,
+            state.drafted_tokens,
+            state.accepted_tokens,
+            self.event_loop.estimate_ms(state),
+            None if error is None else wire.to_wire(error),
+        )
+        self.event_loop.end(self._number, state.healing)
+        self.event_loop.add(wire.News(self._number, [], None, None, ended))

@@ -123,7 +123,10 @@ class Link:
         match message:
             case wire.Step():
                 for news in message.news:
-                    self._take_news(news)
+                    if (answer := self._answers.get(news.number)) is not None:
+                        if news.ended is not None:
+                            del self._answers[news.number]
+                        answer.take(news)
             case wire.Accepted():
                 for number in message.numbers:
                     if (answer := self._answers.get(number)) is not None:
@@ -141,12 +144,6 @@ class Link:
                 self.on_reload(message)
             case wire.Stop():
                 self.on_stop()
-
-    def _take_news(self, news: wire.News) -> None:
-        if (answer := self._answers.get(news.number)) is not None:
-            if news.ended is not None:
-                del self._answers[news.number]
-            answer.take(news)
 
     def _reply(self, reply: wire.Reply) -> None:
         future = self._calls.pop(reply.number, None)

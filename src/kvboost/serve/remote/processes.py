@@ -19,6 +19,7 @@ from typing import Any
 import kvboost
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
+from kvboost.serve.remote import wire
 from kvboost.serve.remote.host import Host
 from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, Start, ToEngine
 from kvboost.serve.settings import RELOADABLE, ServerSettings
@@ -161,7 +162,7 @@ class Supervisor:
             on_adapters=self._tell_adapters,
         )
         self._api = ApiProcess(process, host)
-        host.send_first(self._first_message())
+        pipe.send_bytes(self._first_message())
 
     def _first_message(self) -> bytes:
         own = self._embedding_model
@@ -225,7 +226,7 @@ class Supervisor:
         if self._api is None:
             self._over.set()
             return
-        self._api.host.stop()
+        self._api.host.send(wire.Stop())
         longest = self._settings.drain_seconds + _EXIT_SECONDS
         asyncio.get_running_loop().call_later(longest, self._kill)
 
@@ -248,7 +249,7 @@ class Supervisor:
         """Sends new settings, to the next API process if this one ends before it has answered."""
         if self._unanswered is not None and self._api is not None:
             settings = pickle.dumps(self._reloads[self._unanswered])
-            self._api.host.reload(self._unanswered, settings)
+            self._api.host.send(wire.Reload(self._unanswered, settings))
 
     def _reloaded(self, number: int, taken: bool) -> None:
         """A new API process gets the settings that this one has taken over."""
@@ -267,4 +268,4 @@ class Supervisor:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if self._engine.failure is not None and self._api is not None:
-                self._api.host.tell_failure(self._engine.failure)
+                self._api.host.send(wire.Failed(wire.to_wire(self._engine.failure)))

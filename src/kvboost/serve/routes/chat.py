@@ -18,8 +18,13 @@ from kvboost.chat.parser import collect
 from kvboost.results import AppliedEdit, ToolCall
 from kvboost.serve.answers.choices import Choice, EngineCall
 from kvboost.serve.answers.logprobs import ShownToken, chat_logprobs
-from kvboost.serve.answers.marks import find_kept
-from kvboost.serve.answers.prompts import encode, refuse_long_text, refuse_many_documents, texts_of
+from kvboost.serve.answers.prompts import (
+    encode,
+    find_kept,
+    refuse_long_text,
+    refuse_many_documents,
+    texts_of,
+)
 from kvboost.serve.answers.responses import ChoicesWriter, engine_call, respond
 from kvboost.serve.anthropic.requests import CountTokensRequest
 from kvboost.serve.auth import Tenant

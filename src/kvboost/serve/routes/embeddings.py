@@ -35,14 +35,10 @@ async def create_embeddings(
     as_text = body.encoding_format == "base64"
 
     def write() -> Response:
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": b64encode(row.astype("<f4")).decode() if as_text else row.tolist(),
-            }
-            for index, row in enumerate(vectors)
-        ]
+        data = []
+        for index, row in enumerate(vectors):
+            vector = b64encode(row.astype("<f4")).decode() if as_text else row.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": vector})
         return JSONResponse(
             {"object": "list", "data": data, "model": body.model, "usage": _usage(ids)}
         )

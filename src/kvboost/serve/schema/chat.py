@@ -325,6 +325,14 @@ class Call(fields.Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
+Content = Annotated[
+    fields.TextOrList[fields.Text, Annotated[list[ContentPart], fields.some(fields.MAX_PARTS)]],
+    fields.one_of(
+        fields.text_or_list, "a string or a list of parts like {'type': 'text', 'text': ...}"
+    ),
+]
+
+
 class Message(Marked):
     """Fields that are not supported come first: errors name the first wrong field."""
 
@@ -336,17 +344,7 @@ class Message(Marked):
     tool_calls: Annotated[list[Call], fields.some(fields.MAX_CALLS, least=0)] | None = None
     tool_call_id: fields.ShortText | None = None
     reasoning_content: fields.Text | None = None
-    content: (
-        Annotated[
-            Annotated[fields.Text, Tag("as text")]
-            | Annotated[list[ContentPart], fields.some(fields.MAX_PARTS), Tag("as list")],
-            fields.one_of(
-                fields.text_or_list,
-                "a string or a list of parts like {'type': 'text', 'text': ...}",
-            ),
-        ]
-        | None
-    ) = None
+    content: Content | None = None
     name: fields.ShortText | None = None
     """Accepted, but not part of the prompt: chat templates have no place for it."""
     provider_specific_fields: dict[str, Any] | None = None

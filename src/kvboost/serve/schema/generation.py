@@ -73,6 +73,8 @@ def needs(field: str, kind: str, other: str, has: dict[str, Any] | None = None) 
     }
 
 
+NEEDS_STREAM = needs("stream_options", "object", "stream")
+
 Stop = Annotated[
     Annotated[fields.SomeText, Tag("as text")]
     | Annotated[list[fields.SomeText], fields.some(fields.MAX_STOPS, least=0), Tag("as list")],

@@ -15,19 +15,14 @@ from pydantic import ConfigDict, Field, PrivateAttr, Tag, ValidationInfo, model_
 from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.schema import chat, fields
 from kvboost.serve.schema.formats import ResponseFormat, response_options
-from kvboost.serve.schema.generation import ContextManagement, Generation, needs
+from kvboost.serve.schema.generation import NEEDS_STREAM, ContextManagement, Generation, needs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of a completion
 
 
 class ChatRequest(Generation):
     model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [
-                needs("stream_options", "object", "stream"),
-                needs("top_logprobs", "integer", "logprobs"),
-            ]
-        }
+        json_schema_extra={"allOf": [NEEDS_STREAM, needs("top_logprobs", "integer", "logprobs")]}
     )
 
     messages: Annotated[list[chat.Message], fields.some(fields.MAX_MESSAGES)]
@@ -149,9 +144,7 @@ _BEST_OF_IS_N: dict[str, Any] = {
 
 
 class CompletionRequest(Generation):
-    model_config = ConfigDict(
-        json_schema_extra={"allOf": [needs("stream_options", "object", "stream"), _BEST_OF_IS_N]}
-    )
+    model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_STREAM, _BEST_OF_IS_N]})
 
     prompt: Annotated[
         Annotated[fields.SomeText, Tag("as text")]

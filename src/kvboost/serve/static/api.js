@@ -4,8 +4,7 @@
 const KEY = "kvboost-key";
 const BROKEN = "The connection ended before the answer did.";
 
-/** Dispatches an event "key" when the server needs a key, with its message and status if it refused
- * a request. */
+/** Dispatches an event "key" when the server needs a key, with its message and status. */
 export const watch = new EventTarget();
 
 export class ServerError extends Error {

@@ -1,7 +1,7 @@
 // The chunks in the cache, the most valuable first, and the form to forget a text.
 
 import { explained, sendForJson } from "./api.js";
-import { byId, bytes, setError, count, element, percent, plural } from "./dom.js";
+import { byId, bytes, count, element, percent, plural, setError } from "./dom.js";
 
 /** Returns a function that loads the list again. */
 export function startCache() {

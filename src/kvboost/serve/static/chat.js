@@ -14,8 +14,7 @@ import { TurnView } from "./turns.js";
 const AT_END = 48; // pixels; closer than that, the newest text stays in view
 
 export class Chat {
-  /** ``hooks``: ``onOpen`` is called when another conversation is shown, ``onResults`` with the
-   * messages of tools. */
+  /** ``hooks``: ``onOpen`` is told of another conversation, ``onResults`` of messages of tools. */
   constructor(report, hooks) {
     this.place = byId("turns");
     this.report = report;

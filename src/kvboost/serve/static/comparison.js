@@ -10,10 +10,7 @@ const MEANINGFUL = 0.25;
  * reuse, or the one before the texts were shuffled. */
 export function sidesOf({ answer, other, kind, texts }) {
   if (kind === "compared") {
-    return [
-      { title: "With reuse", answer },
-      { title: "Without reuse", answer: other },
-    ];
+    return [{ title: "With reuse", answer }, { title: "Without reuse", answer: other }];
   }
   if (kind === "shuffled") {
     return [

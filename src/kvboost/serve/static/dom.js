@@ -38,8 +38,7 @@ export function copyButton(label, text) {
   return node;
 }
 
-/** Without control characters other than tabs and line ends: they cannot be seen, and terminals act
- * on them. */
+/** Without control characters, which terminals act on, other than tabs and line ends. */
 async function copied(given) {
   const text = given.replace(/[^\P{Cc}\t\n]/gu, "");
   try {

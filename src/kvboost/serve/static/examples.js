@@ -82,11 +82,7 @@ export const DEMONSTRATION = {
 export const EXAMPLES = [
   {
     title: "A text, asked twice",
-    first: {
-      system: "",
-      documents: TOWN,
-      question: "How many steps does the lighthouse have?",
-    },
+    first: { system: "", documents: TOWN, question: "How many steps does the lighthouse have?" },
     next: {
       title: "Ask something else about the same text",
       change: { question: HALL },

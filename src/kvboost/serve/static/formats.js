@@ -33,10 +33,7 @@ function schemaOf(properties) {
 export class FieldError extends Error {}
 
 export function startFormats() {
-  for (const [name, example] of [
-    ["schema", SCHEMA],
-    ["tools", TOOLS],
-  ]) {
+  for (const [name, example] of [["schema", SCHEMA], ["tools", TOOLS]]) {
     byId(`${name}-example`).addEventListener("click", () => {
       byId(name).value = JSON.stringify(example, null, 2);
       complain(name, "");

@@ -48,13 +48,7 @@ export function reportRows(report) {
 
 /** Rows by kind. Moved rows are split into reused and recomputed, so that no row counts twice. */
 export function rowsByKind({ exact, approximate, moved, recomputed, computed }) {
-  return {
-    exact,
-    approximate,
-    moved: moved - recomputed,
-    recomputed,
-    compute: computed,
-  };
+  return { exact, approximate, moved: moved - recomputed, recomputed, compute: computed };
 }
 
 export function total(rows) {

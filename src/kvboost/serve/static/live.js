@@ -1,11 +1,9 @@
 // Asks the server for news once a second while the page is visible.
 
 import { ServerError, explained, needKey, sendForJson, setModel } from "./api.js";
-import { AuditGauge } from "./audit.js";
 import { Cursor, LatencyChart, SourcesChart } from "./charts.js";
-import { byId, setError, count, duration, say } from "./dom.js";
-import { FactsPanel } from "./facts.js";
-import { QueueChart, TiersChart } from "./gauges.js";
+import { byId, count, duration, say, setError } from "./dom.js";
+import { AuditGauge, FactsPanel, QueueChart, TiersChart } from "./gauges.js";
 
 const PERIOD = 1000;
 const SLOWEST = 5000; // between attempts without a reply

@@ -2,7 +2,7 @@
 
 import { explained, modelName, sendForJson } from "./api.js";
 import { Chat } from "./chat.js";
-import { button, byId, setError, count, plural } from "./dom.js";
+import { button, byId, count, plural, setError } from "./dom.js";
 import { DEMONSTRATION, EXAMPLES, paragraphs, shuffled } from "./examples.js";
 import { Exchange } from "./exchange.js";
 import { FieldError, formatFields, showAtField, startFormats } from "./formats.js";
@@ -156,8 +156,7 @@ export function startPlayground({ onSent, onAnswer }) {
     say("Nothing was run.");
   }
 
-  /** A request with the settings of the form. Comparing without reuse on both sides would compare
-   * nothing. */
+  /** A request with the settings of the form. A comparison has reuse on one side. */
   function formRequest(added, compare) {
     const chosen = new FormData(form).get("mode");
     return makeRequest(added, {
@@ -183,8 +182,7 @@ export function startPlayground({ onSent, onAnswer }) {
     };
   }
 
-  /** Buttons are not disabled, which would take the focus away; ``run`` starts nothing
-   * meanwhile. */
+  /** Buttons keep the focus, so they are not disabled; ``run`` starts nothing meanwhile. */
   function setRunning(on) {
     for (const id of ["show", "ask", "compare", "plan"])
       byId(id).setAttribute("aria-disabled", on);

@@ -1,7 +1,7 @@
 // The last prompts, one row each: where their tokens came from, and the edit that broke the prefix.
 
 import { ServerError, explained, sendForJson } from "./api.js";
-import { byId, setError, count, element, filled, percent, plural, timeOfDay } from "./dom.js";
+import { byId, count, element, filled, percent, plural, setError, timeOfDay } from "./dom.js";
 import { KINDS, kindOf } from "./kinds.js";
 
 const MOST = 12; // rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost.serve.remote.listeners import AnswerSender, Outgoing
+from kvboost.serve.remote.host import AnswerSender, Outgoing
 from kvboost.serve.remote.wire import Step
 from support.tiny import make_engine, tiny_model
 

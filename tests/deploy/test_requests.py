@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvboost.deploy.targets import check_target, is_plain
+from kvboost.deploy.requests import check_target, is_plain
 from kvboost.serve.errors import ApiError
 from support.live_server import live_router
 from support.routed import answers, raw_request
