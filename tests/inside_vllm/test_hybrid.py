@@ -16,7 +16,7 @@ from kvboost.integrations.vllm.support import why_nothing
 from support.tiny import byte_tokenizer, save_tiny
 from support.vllm_engines import Engine, Texts, here
 
-WINDOW = 64
+WINDOW, CHUNK = 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +31,38 @@ def windows(_: object) -> list[int]:
     return [layer.impl.sliding_window for layer in here()._open_pages.layers]
 
 
-def problem(_: object) -> str:
-    said: str = here()._problem
-    return said
-
-
-def test_with_the_hybrid_manager_nothing_is_reused_and_the_log_says_what_to_do(
-    start: Callable[..., Engine],
+def test_with_the_hybrid_manager_exact_text_is_reused(
+    start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    engine = start({})
+    engine = start({"disk_cache_dir": str(tmp_path), "chunk_size": CHUNK})
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     assert len(groups) > 1
-    (said,) = engine.llm.collective_rpc(problem)
-    assert "FullAttentionSpec, SlidingWindowSpec" in said
-    assert "--disable-hybrid-kv-cache-manager" in said
-    ids = Texts(byte_tokenizer()).prompt(0, 1)
+    texts = Texts(byte_tokenizer())
+    ids = texts.prompt(0, 1, 2)
+    full = engine.full(ids)
     first = engine.ask(ids)
     engine.fresh()
     again = engine.ask(ids)
-    assert again.cached == 0 and again.usage is None and again.tokens == first.tokens
+    assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
+    assert again.tokens == full.tokens == first.tokens and again.difference(full) < 1e-4
+    # The next turn of a conversation, and another question about the same text.
+    for prompt, least in (
+        ([*ids, *first.tokens, *texts.question], len(ids) - 32),
+        ([*texts.prompt(0, 1)[: -len(texts.question)], *texts.question[::-1]], 320),
+    ):
+        expected = engine.full(prompt)
+        turn = engine.ask(prompt)
+        assert turn.usage is not None and turn.usage["exact_tokens"] >= least
+        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    # A long answer: its rows leave the window one by one.
+    long = engine.full(ids, tokens=400)
+    engine.ask(ids, tokens=400)
+    prompt = [*ids, *long.tokens, *texts.question]
+    expected = engine.full(prompt)
+    turn = engine.ask(prompt)
+    assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 360
+    assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    assert turn.cached == turn.usage["exact_tokens"]
 
 
 def test_without_the_hybrid_manager_exact_text_is_reused(
