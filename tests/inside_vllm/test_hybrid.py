@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
+from support.planting import chunk_files
 from support.tiny import byte_tokenizer, save_tiny
 from support.vllm_engines import Engine, Texts, here
 
@@ -92,6 +93,42 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
     again = engine.ask(ids)
     assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
     assert again.tokens == full.tokens and again.difference(full) < 1e-4
+
+
+def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Engine]) -> None:
+    """Each reads in slices, and pages that leave the window of one are another's at once."""
+    options = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 96}
+    engine = start({"chunk_size": CHUNK}, **options)
+    texts = Texts(byte_tokenizer())
+    prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
+    full = [engine.full(ids, tokens=150) for ids in prompts]
+    engine.fresh()
+    names = [engine.add(ids, tokens=150) for ids in prompts]
+    answers = engine.finish()
+    for name, expected in zip(names, full, strict=True):
+        assert answers[name].tokens == expected.tokens
+    longer = [[*ids, *one.tokens, *texts.question] for ids, one in zip(prompts, full, strict=True)]
+    expected_of = [engine.full(ids) for ids in longer]
+    names = [engine.add(ids) for ids in longer]
+    answers = engine.finish()
+    for name, ids, expected in zip(names, prompts, expected_of, strict=True):
+        turn = answers[name]
+        assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 100
+        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+
+
+def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) -> None:
+    options = {"disk_cache_dir": str(tmp_path), "chunk_size": CHUNK, "max_cache_bytes": 0}
+    ids = Texts(byte_tokenizer()).prompt(0, 1)
+    engine = start(options)
+    full = engine.ask(ids)
+    engine = start(options)  # the folder is read at the start
+    for path in chunk_files(tmp_path)[:2]:
+        path.write_bytes(b"damaged")
+    again = engine.ask(ids)
+    assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
+    engine.fresh()
+    assert engine.ask(ids).tokens == full.tokens
 
 
 def test_mamba_layers_are_declined_by_name() -> None:

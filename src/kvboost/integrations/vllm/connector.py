@@ -11,8 +11,8 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +37,10 @@ from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.metrics import Metrics, Stats
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
+from kvboost.integrations.vllm.served import Served
 from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.tally import Tally, usage
 from kvboost.integrations.vllm.worker import Worker
-from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,36 +57,6 @@ LATER_ROWS, IDLE_ROWS = 4096, 32_768
 """Rows of requests that were put off and are kept together: beside others, and alone."""
 
 logger = init_logger("vllm.kvboost")
-
-
-@dataclass
-class Served:
-    """A request that vLLM has."""
-
-    request: Request
-    asked: RequestOptions
-    salt: str
-    token_ids: TokenIds | None = None
-    """Of its prompt, once they were needed."""
-    error: str = ""
-    """Why what it asks could not be read."""
-    is_kept: bool = True
-    """False if something under its salt was forgotten when it ran."""
-    planned: tuple[object, Load | None] = (None, None)
-    """Its load, after what it was planned for."""
-    fetched: Load | None = None
-    """A load whose chunks the workers hold, or are about to, until vLLM has pages for it."""
-    is_fetched: bool = False
-    load: Load | None = None
-    """The message that was sent to the workers."""
-    is_loading: bool = False
-    has_failed: bool = False
-    recomputed: int = 0
-
-    def on_fetched(self, fetched: Collection[tuple[str, int]]) -> None:
-        """The workers hold the chunks of these loads, each a request and its first row."""
-        if self.fetched is not None:
-            self.is_fetched |= (self.fetched.request_id, self.fetched.first) in fetched
 
 
 class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):

@@ -11,13 +11,13 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
-from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import KVFormat, Quantizer, plain
+from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
@@ -42,6 +41,15 @@ from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
+from kvboost.integrations.vllm.taking import (
+    COPIED_ROWS,
+    Taken,
+    batches,
+    chunk_of,
+    copied,
+    pages_of,
+    take_together,
+)
 from kvboost.model import triton
 from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.loading.fingerprint import fingerprint
@@ -52,8 +60,6 @@ if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
     from kvboost.reuse.paged.kernels import GpuKernels, Placed
 
-COPIED_ROWS = 4096
-"""Rows that go into pages or out of them together, where a copy of them is made on the device."""
 AHEAD_ROWS = 2 * COPIED_ROWS
 """Rows that may be copied to a GPU, on a stream of their own, before they are put into pages."""
 MEASURED_ROWS, MEASURED_ON_CPU = 2048, 128
@@ -61,13 +67,8 @@ MEASURED_ROWS, MEASURED_ON_CPU = 2048, 128
 
 logger = init_logger("vllm.kvboost")
 
-Some = TypeVar("Some", Hit, ChunkInfo)
 Brought = tuple["list[KVChunk] | None", "torch.cuda.Event | None"]
 """Chunks, None if one is lost, and what must have happened before they are read."""
-Taken = tuple[Sequence[ChunkInfo], "Callable[[], list[torch.Tensor]]"]
-"""Chunks that follow each other, and what gives their rows, in our thread."""
-
-
 Fetching = Generator[int, None, "list[KVChunk]"]
 """Yields ``WAITS``; returns the chunks, or raises ``Lost``."""
 
@@ -322,12 +323,12 @@ class Worker:
             coming = self._thread.submit(self._bring, infos, is_ahead)
         while self._ranks.least(coming.done()) == 0:
             yield WAITS
-        chunks, copied = coming.result()
+        chunks, arrived = coming.result()
         if self._ranks.least(chunks is not None) == 0 or chunks is None:
             self._ahead.pop(load.request_id, None)
             raise Lost(load.request_id)
-        if copied is not None:
-            copied.wait()
+        if arrived is not None:
+            arrived.wait()
         return chunks
 
     def _bring(self, infos: Sequence[ChunkInfo], is_ahead: bool) -> Brought:
@@ -357,7 +358,7 @@ class Worker:
         groups: list[Placed] = [
             ([(hit, next(rest).data) for hit in batch], None if number == 1 else 1 / number)
             for number, hits in enumerate((load.hits, *load.copies), start=1)
-            for batch in _batches(hits, sys.maxsize if is_here else COPIED_ROWS)
+            for batch in batches(hits, sys.maxsize if is_here else COPIED_ROWS)
         ]
         for some in [groups] if is_here else [[group] for group in groups]:
             if kernels is not None:
@@ -405,24 +406,25 @@ class Worker:
     def _take(self, keeps: Sequence[Keep]) -> list[Taken]:
         pages = self._open_pages
         if self._kernels is not None:
-            return _take_together(self._kernels, keeps)
+            return take_together(self._kernels, keeps)
         return [
-            (infos, partial(self._rows_of, _copied(pages, keep, infos), keep, infos))
+            (infos, partial(self._rows_of, copied(pages, keep, infos), keep, infos))
             for keep in keeps
-            for infos in _batches(keep.infos, COPIED_ROWS)
+            for infos in batches(keep.infos, COPIED_ROWS)
         ]
 
     def _rows_of(
-        self, copied: torch.Tensor, keep: Keep, infos: Sequence[ChunkInfo]
+        self, pages_then: torch.Tensor, keep: Keep, infos: Sequence[ChunkInfo]
     ) -> list[torch.Tensor]:
-        """The rows of chunks whose pages were ``copied``, in the order of chunks. Runs in our
-        thread. Raises ``Lost`` if rows that were not in pages are not stored any more."""
+        """The rows of chunks whose pages were copied to ``pages_then``, in the order of chunks.
+        Runs in our thread. Raises ``Lost`` if rows that were not in pages are not stored any
+        more."""
         pages = self._open_pages
-        start = _pages_of(infos, pages.size, keep.first).start * pages.size
+        start = pages_of(infos, pages.size, keep.first).start * pages.size
         found = []
         for info in infos:
             first = min(max(info.base_position, keep.first), info.end)
-            rows = pages.rows_of(copied, first - start, info.end - start)
+            rows = pages.rows_of(pages_then, first - start, info.end - start)
             if first > info.base_position:
                 rows = torch.cat([self._stored(keep, info.base_position, first), rows], dim=3)
             found.append(rows.contiguous())
@@ -451,7 +453,7 @@ class Worker:
                 infos, rows_of = taken.pop(0)
                 try:
                     chunks = [
-                        _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
+                        chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
                     ]
                     if self._stream is not None:
                         self._stream.synchronize()  # from now on another stream may read them
@@ -460,41 +462,6 @@ class Worker:
                     if not isinstance(error, Lost):
                         logger.warning("KVBoost keeps less of a request: %s", error)
                     self._data.refuse([info.key for info in infos])
-
-
-def _chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
-    """The same ``info`` if it says the right size: plans that name it need not be compared."""
-    same = info.nbytes == rows.nbytes
-    return KVChunk(info if same else replace(info, nbytes=rows.nbytes), plain(rows))
-
-
-def _take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
-    """Copies all rows in one launch, into the chunks."""
-    size, table = kernels.pages.size, list[int]()
-    spans: list[tuple[int, int]] = []
-    for keep in keeps:
-        pages = _pages_of(keep.infos, size)
-        before = (len(table) - pages.start) * size
-        spans += [(before + info.base_position, info.num_tokens) for info in keep.infos]
-        table += keep.tables[0][pages]
-    rows = iter(kernels.take_rows(spans, table))
-    return [
-        (infos, partial(list, [next(rows) for _ in infos]))
-        for keep in keeps
-        for infos in _batches(keep.infos, COPIED_ROWS)
-    ]
-
-
-def _copied(pages: Pages, keep: Keep, infos: Sequence[ChunkInfo]) -> torch.Tensor:
-    some = _pages_of(infos, pages.size, keep.first)
-    return pages.copy([to_device(table[some], torch.int64, pages.device) for table in keep.tables])
-
-
-def _pages_of(infos: Sequence[ChunkInfo], size: int, first: int = 0) -> slice:
-    """Which pages of a sequence hold these chunks, which follow each other, from row ``first``
-    on."""
-    end = infos[-1].end
-    return slice(min(max(infos[0].base_position, first), end) // size, -(-end // size))
 
 
 def _layer_number(name: str) -> list[int]:
@@ -512,16 +479,3 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     kernels.warm_up(pages.layers[0].impl.num_heads)
     kernels.take_rows([(0, 1)], [SCRATCH_PAGE])
     return kernels
-
-
-def _batches(pieces: Sequence[Some], most_rows: int) -> list[list[Some]]:
-    """``pieces`` in order, so that those of one batch have at most ``most_rows`` rows together."""
-    batches: list[list[Some]] = []
-    rows = 0
-    for piece in pieces:
-        if not batches or rows + piece.num_tokens > most_rows:
-            batches.append([])
-            rows = 0
-        batches[-1].append(piece)
-        rows += piece.num_tokens
-    return batches
