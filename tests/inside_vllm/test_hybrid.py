@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
 from support.planting import chunk_files
 from support.tiny import byte_tokenizer, save_tiny
-from support.vllm_engines import Engine, Texts, here
+from support.vllm_engines import PAGE, Engine, Texts, here
 
 WINDOW, CHUNK = 64, 128
 
@@ -97,7 +104,11 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
 
 def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Engine]) -> None:
     """Each reads in slices, and pages that leave the window of one are another's at once."""
-    options = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 96}
+    options = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 128,
+    }
     engine = start({"chunk_size": CHUNK}, **options)
     texts = Texts(byte_tokenizer())
     prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
@@ -131,12 +142,33 @@ def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) 
     assert engine.ask(ids).tokens == full.tokens
 
 
-def test_mamba_layers_are_declined_by_name() -> None:
-    """Their kernels need Triton, so vLLM for CPUs cannot run such a model."""
-    spec = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
-    caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], spec)])
-    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+def reason(*specs: KVCacheSpec, speculative: object = None) -> str | None:
+    """Why nothing is reused of a model with such groups."""
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
     config: Any = SimpleNamespace(
-        parallel_config=parallel, model_config=SimpleNamespace(use_mla=False)
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
+        model_config=SimpleNamespace(use_mla=False),
+        cache_config=SimpleNamespace(block_size=PAGE),
+        speculative_config=speculative,
     )
-    assert "Mamba" in (why_nothing(config, Options.parse({}), caches) or "")
+    return why_nothing(config, Options.parse({}), KVCacheConfig(1, [], groups))
+
+
+def full(block_size: int = PAGE) -> KVCacheSpec:
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return FullAttentionSpec(block_size=block_size, **sizes)
+
+
+def window(block_size: int = PAGE) -> KVCacheSpec:
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return SlidingWindowSpec(block_size=block_size, sliding_window=WINDOW, **sizes)
+
+
+def test_groups_that_cannot_be_served_are_declined_with_a_remedy() -> None:
+    mamba = MambaSpec(block_size=PAGE, shapes=((8, 8),), dtypes=(torch.float32,))
+    assert reason(full()) is reason(full(), window()) is reason(window()) is None
+    said = reason(full(), mamba) or ""
+    assert "Mamba" in said and "kvboost serve" in said
+    for declined in (reason(full(), window(2 * PAGE)), reason(full(), window(), speculative=1)):
+        assert "--disable-hybrid-kv-cache-manager" in (declined or "")
+    assert reason(full(), speculative=1) is None

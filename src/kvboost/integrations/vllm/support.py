@@ -46,8 +46,9 @@ def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> 
             f"of {len(specs)} groups of KV ({kinds}) some are neither full attention nor sliding "
             "windows; start vLLM with --disable-hybrid-kv-cache-manager to make one group of them"
         )
-    if len({spec.block_size for spec in specs}) > 1:
-        sizes = ", ".join(sorted({str(spec.block_size) for spec in specs}))
+    page_sizes = {config.cache_config.block_size, *(spec.block_size for spec in specs)}
+    if len(specs) > 1 and len(page_sizes) > 1:
+        sizes = ", ".join(map(str, sorted(page_sizes)))
         return (
             f"its groups of KV have pages of different sizes ({sizes} tokens); start vLLM with "
             "--disable-hybrid-kv-cache-manager to make one group of them"
