@@ -138,6 +138,7 @@ def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) 
         path.write_bytes(b"damaged")
     again = engine.ask(ids)
     assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
+    assert engine.connector._tally.totals()["loads"] == {"loaded": 0, "failed": 1}
     engine.fresh()
     assert engine.ask(ids).tokens == full.tokens
 
