@@ -128,6 +128,24 @@ def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Eng
         assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
 
 
+def test_a_model_of_windowed_layers_only_reuses_exact_text(
+    start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    sizes = {"head_dim": 32, "max_position_embeddings": 2048}
+    folder = save_tiny(tmp_path, "mistral", sliding_window=WINDOW, **sizes)
+    engine = start({"chunk_size": CHUNK}, folder=folder, max_model_len=1024)
+    (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+    assert isinstance(group.kv_cache_spec, SlidingWindowSpec)
+    texts = Texts(byte_tokenizer())
+    ids = texts.prompt(0, 1)
+    first = engine.ask(ids, tokens=150)
+    prompt = [*ids, *first.tokens, *texts.question]
+    expected = engine.full(prompt)
+    turn = engine.ask(prompt)
+    assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 100
+    assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+
+
 def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) -> None:
     options = {"disk_cache_dir": str(tmp_path), "chunk_size": CHUNK, "max_cache_bytes": 0}
     ids = Texts(byte_tokenizer()).prompt(0, 1)
