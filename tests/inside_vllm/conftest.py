@@ -31,15 +31,18 @@ def texts(engine: Engine) -> Texts:
 
 @pytest.fixture(scope="module")
 def start(model: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts engines whose workers have processes of their own. Each ends the one before."""
+    """Starts engines whose workers have processes of their own, with another ``folder``'s model if
+    one is given. Each ends the one before."""
     running: list[Engine] = []
 
-    def start(extra: dict[str, Any], workers: int = 1, **options: Any) -> Engine:
+    def start(
+        extra: dict[str, Any], workers: int = 1, folder: Path = model, **options: Any
+    ) -> Engine:
         while running:
             running.pop().close()
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[:workers])
         options |= {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"}
-        running.append(Engine({**ALWAYS, **extra}, model, **options))
+        running.append(Engine({**ALWAYS, **extra}, folder, **options))
         return running[0]
 
     yield start

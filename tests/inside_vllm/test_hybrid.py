@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
+from support.planting import chunk_files
 from support.tiny import byte_tokenizer, save_tiny
-from support.vllm_engines import Engine, Texts, here
+from support.vllm_engines import PAGE, Engine, Texts, here
 
-WINDOW = 64
+WINDOW, CHUNK = 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +39,38 @@ def windows(_: object) -> list[int]:
     return [layer.impl.sliding_window for layer in here()._open_pages.layers]
 
 
-def problem(_: object) -> str:
-    said: str = here()._problem
-    return said
-
-
-def test_with_the_hybrid_manager_nothing_is_reused_and_the_log_says_what_to_do(
-    start: Callable[..., Engine],
+def test_with_the_hybrid_manager_exact_text_is_reused(
+    start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    engine = start({})
+    engine = start({"disk_cache_dir": str(tmp_path), "chunk_size": CHUNK})
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     assert len(groups) > 1
-    (said,) = engine.llm.collective_rpc(problem)
-    assert "FullAttentionSpec, SlidingWindowSpec" in said
-    assert "--disable-hybrid-kv-cache-manager" in said
-    ids = Texts(byte_tokenizer()).prompt(0, 1)
+    texts = Texts(byte_tokenizer())
+    ids = texts.prompt(0, 1, 2)
+    full = engine.full(ids)
     first = engine.ask(ids)
     engine.fresh()
     again = engine.ask(ids)
-    assert again.cached == 0 and again.usage is None and again.tokens == first.tokens
+    assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
+    assert again.tokens == full.tokens == first.tokens and again.difference(full) < 1e-4
+    # The next turn of a conversation, and another question about the same text.
+    for prompt, least in (
+        ([*ids, *first.tokens, *texts.question], len(ids) - 32),
+        ([*texts.prompt(0, 1)[: -len(texts.question)], *texts.question[::-1]], 320),
+    ):
+        expected = engine.full(prompt)
+        turn = engine.ask(prompt)
+        assert turn.usage is not None and turn.usage["exact_tokens"] >= least
+        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    # A long answer: its rows leave the window one by one.
+    long = engine.full(ids, tokens=400)
+    engine.ask(ids, tokens=400)
+    prompt = [*ids, *long.tokens, *texts.question]
+    expected = engine.full(prompt)
+    turn = engine.ask(prompt)
+    assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 360
+    assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    assert turn.cached == turn.usage["exact_tokens"]
 
 
 def test_without_the_hybrid_manager_exact_text_is_reused(
@@ -81,12 +102,92 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
     assert again.tokens == full.tokens and again.difference(full) < 1e-4
 
 
-def test_mamba_layers_are_declined_by_name() -> None:
-    """Their kernels need Triton, so vLLM for CPUs cannot run such a model."""
-    spec = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
-    caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], spec)])
-    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Engine]) -> None:
+    """Each reads in slices, and pages that leave the window of one are another's at once."""
+    options = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 128,
+    }
+    engine = start({"chunk_size": CHUNK}, **options)
+    texts = Texts(byte_tokenizer())
+    prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
+    full = [engine.full(ids, tokens=150) for ids in prompts]
+    engine.fresh()
+    names = [engine.add(ids, tokens=150) for ids in prompts]
+    answers = engine.finish()
+    for name, expected in zip(names, full, strict=True):
+        assert answers[name].tokens == expected.tokens
+    longer = [[*ids, *one.tokens, *texts.question] for ids, one in zip(prompts, full, strict=True)]
+    expected_of = [engine.full(ids) for ids in longer]
+    names = [engine.add(ids) for ids in longer]
+    answers = engine.finish()
+    for name, ids, expected in zip(names, prompts, expected_of, strict=True):
+        turn = answers[name]
+        assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 100
+        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+
+
+def test_a_model_of_windowed_layers_only_reuses_exact_text(
+    start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    sizes = {"head_dim": 32, "max_position_embeddings": 2048}
+    folder = save_tiny(tmp_path, "mistral", sliding_window=WINDOW, **sizes)
+    engine = start({"chunk_size": CHUNK}, folder=folder, max_model_len=1024)
+    (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+    assert isinstance(group.kv_cache_spec, SlidingWindowSpec)
+    texts = Texts(byte_tokenizer())
+    ids = texts.prompt(0, 1)
+    first = engine.ask(ids, tokens=150)
+    prompt = [*ids, *first.tokens, *texts.question]
+    expected = engine.full(prompt)
+    turn = engine.ask(prompt)
+    assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 100
+    assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+
+
+def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) -> None:
+    options = {"disk_cache_dir": str(tmp_path), "chunk_size": CHUNK, "max_cache_bytes": 0}
+    ids = Texts(byte_tokenizer()).prompt(0, 1)
+    engine = start(options)
+    full = engine.ask(ids)
+    engine = start(options)  # the folder is read at the start
+    for path in chunk_files(tmp_path)[:2]:
+        path.write_bytes(b"damaged")
+    again = engine.ask(ids)
+    assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
+    assert engine.connector._tally.totals()["loads"] == {"loaded": 0, "failed": 1}
+    engine.fresh()
+    assert engine.ask(ids).tokens == full.tokens
+
+
+def reason(*specs: KVCacheSpec, speculative: object = None) -> str | None:
+    """Why nothing is reused of a model with such groups."""
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
     config: Any = SimpleNamespace(
-        parallel_config=parallel, model_config=SimpleNamespace(use_mla=False)
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
+        model_config=SimpleNamespace(use_mla=False),
+        cache_config=SimpleNamespace(block_size=PAGE),
+        speculative_config=speculative,
     )
-    assert "Mamba" in (why_nothing(config, Options.parse({}), caches) or "")
+    return why_nothing(config, Options.parse({}), KVCacheConfig(1, [], groups))
+
+
+def full(block_size: int = PAGE) -> KVCacheSpec:
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return FullAttentionSpec(block_size=block_size, **sizes)
+
+
+def window(block_size: int = PAGE) -> KVCacheSpec:
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return SlidingWindowSpec(block_size=block_size, sliding_window=WINDOW, **sizes)
+
+
+def test_groups_that_cannot_be_served_are_declined_with_a_remedy() -> None:
+    mamba = MambaSpec(block_size=PAGE, shapes=((8, 8),), dtypes=(torch.float32,))
+    assert reason(full()) is reason(full(), window()) is reason(window()) is None
+    said = reason(full(), mamba) or ""
+    assert "Mamba" in said and "kvboost serve" in said
+    for declined in (reason(full(), window(2 * PAGE)), reason(full(), window(), speculative=1)):
+        assert "--disable-hybrid-kv-cache-manager" in (declined or "")
+    assert reason(full(), speculative=1) is None

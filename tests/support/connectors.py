@@ -6,7 +6,8 @@ import enum
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,19 @@ from support.fake_vllm import make_fake_vllm
 PAGE = 16
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OURS = "kvboost.integrations.vllm"
+Tables = tuple[list[int], ...]
 
 
 class Role(enum.Enum):
     SCHEDULER = 0
     WORKER = 1
+
+
+@dataclass
+class Window:
+    """A group of layers that see a window only."""
+
+    sliding_window: int
 
 
 class Base:
@@ -44,6 +53,8 @@ def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(tmp_path)
     base: Any = importlib.import_module(BASE)
     base.KVConnectorBase_V1, base.KVConnectorRole = Base, Role
+    kinds: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+    kinds.SlidingWindowSpec = Window
     named: Any = importlib.import_module("vllm.logger")
     named.init_logger = logging.getLogger
     try:
@@ -71,15 +82,26 @@ class Pool:
 
 
 class Scheduler:
-    """Runs requests of one token through the scheduler's side of a ``connector``."""
+    """Runs requests of one token through the scheduler's side of a ``connector``. ``windows`` are
+    those of the groups of layers, None for full attention."""
 
-    def __init__(self, connector: Any, **extra: Any) -> None:
+    def __init__(
+        self, connector: Any, windows: Sequence[int | None] = (None,), **extra: Any
+    ) -> None:
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
             cache_config=SimpleNamespace(block_size=PAGE),
             kv_events_config=None,
         )
-        self.connector = connector.KVBoostConnector(config, Role.SCHEDULER, None)
+        groups = [
+            SimpleNamespace(
+                layer_names=[f"layers.{number}"],
+                kv_cache_spec=None if window is None else Window(window),
+            )
+            for number, window in enumerate(windows)
+        ]
+        caches = SimpleNamespace(kv_cache_groups=groups)
+        self.connector = connector.KVBoostConnector(config, Role.SCHEDULER, caches)
         self.pool = Pool()
         self.connector.bind_gpu_block_pool(self.pool)
         greeting = connector.Greeting(_hello())
@@ -119,10 +141,31 @@ class Scheduler:
         self.connector.request_finished(request, pages)
         return pages
 
-    def step(self, tokens: int = 0) -> Any:
-        """What the workers are told in a step with so many tokens."""
+    def step(
+        self,
+        tokens: int = 0,
+        *,
+        new: Mapping[str, tuple[Tables, int]] | None = None,
+        running: Mapping[str, tuple[Tables | None, int]] | None = None,
+        resumed: Collection[str] = (),
+    ) -> Any:
+        """What the workers are told in a step with so many tokens. Of scheduled requests it has
+        their new pages, in each group, and how many rows were computed before."""
+        started, others = new or {}, running or {}
         return self.connector.build_connector_meta(
-            SimpleNamespace(total_num_scheduled_tokens=tokens)
+            SimpleNamespace(
+                total_num_scheduled_tokens=tokens,
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=rows)
+                    for name, (tables, rows) in started.items()
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(others),
+                    new_block_ids=[tables for tables, _ in others.values()],
+                    num_computed_tokens=[rows for _, rows in others.values()],
+                    resumed_req_ids=set(resumed),
+                ),
+            )
         )
 
 

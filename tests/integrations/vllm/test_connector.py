@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_request_is_kept_when_it_ends(scheduler: Scheduler) -> None:
     request = scheduler.begin("a", text(1))
     pages = scheduler.end(request)
     (keep,) = scheduler.step().keeps
-    assert keep.pages == tuple(pages)
+    assert keep.tables == (tuple(pages),)
     assert sum(info.num_tokens for info in keep.infos) == 200
     assert scheduler.known(scheduler.begin("b", text(1) + text(2))) == 200 // PAGE * PAGE
 
@@ -73,7 +74,7 @@ def test_it_is_put_off_in_a_crowd_and_kept_when_that_has_gone(scheduler: Schedul
     leave(scheduler, [*staying, again])
     pages = [scheduler.pool.pages[one] for one in request.block_hashes]
     (keep,) = scheduler.step().keeps
-    assert keep.pages == tuple(pages)
+    assert keep.tables == (tuple(pages),)
     assert sum(info.num_tokens for info in keep.infos) == 200 // PAGE * PAGE
     assert outcomes(scheduler) == {"kept": 1}
 
@@ -137,3 +138,128 @@ def test_nothing_is_put_off_where_others_read_what_is_kept(connector: Any, tmp_p
     scheduler.end(scheduler.begin("another", text(50_001)))
     assert len(scheduler.step(1).keeps) == 2
     scheduler.connector.shutdown()
+
+
+# Models with windows.
+
+WINDOW = 48
+
+
+@pytest.fixture
+def windowed(connector: Any) -> Scheduler:
+    return Scheduler(connector, (None, WINDOW), chunk_size=64, reuse_moved="always")
+
+
+class Blocks:
+    def __init__(self, *tables: list[int]) -> None:
+        self._tables = tables
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self._tables
+
+
+def tables(start: int, rows: int) -> tuple[list[int], list[int]]:
+    """Pages for so many rows in two groups."""
+    pages = list(range(start, start + -(-rows // PAGE)))
+    return pages, [page + 1000 for page in pages]
+
+
+def read(scheduler: Scheduler, name: str, ids: list[int]) -> list[Any]:
+    """A request that is read at once and ends; returns what is kept of it."""
+    request = scheduler.begin(name, ids)
+    scheduler.step(len(ids), new={name: (tables(1, len(ids)), 0)})
+    scheduler.end(request)
+    return list(scheduler.step().keeps)
+
+
+def report(scheduler: Scheduler, connector: Any, **said: Any) -> None:
+    output = {"kv_connector_worker_meta": connector.Report(**said), "finished_recving": None}
+    scheduler.connector.update_connector_output(SimpleNamespace(**output))
+
+
+def test_rows_are_kept_before_they_leave_a_window(windowed: Scheduler) -> None:
+    ids = text(1, 200)
+    windowed.begin("a", ids)
+    pages, others = tables(1, 100)
+    assert not windowed.step(100, new={"a": ((pages, others), 0)}).keeps
+    more = list(range(50, 56)), list(range(1050, 1056))
+    (keep,) = windowed.step(90, running={"a": (more, 100)}).keeps
+    assert keep.first == 0 and not keep.earlier
+    assert [(info.base_position, info.end) for info in keep.infos] == [(0, 64), (64, 100)]
+    assert keep.tables == (tuple(pages + more[0]), tuple(others + more[1]))
+    (keep,) = windowed.step(1, running={"a": (None, 190)}).keeps
+    assert keep.first == 100  # the chunk grows: its first rows are stored, and were not computed
+    assert [(info.base_position, info.end) for info in keep.infos] == [(64, 128), (128, 190)]
+    (earlier,) = keep.earlier
+    assert (earlier.start, earlier.end) == (64, 100)
+
+
+def test_what_is_left_is_kept_when_a_request_ends(windowed: Scheduler) -> None:
+    (keep,) = read(windowed, "a", text(1, 150))
+    assert sum(info.num_tokens for info in keep.infos) == 150 and keep.first == 0
+
+
+def test_a_load_begins_when_its_chunks_are_held(windowed: Scheduler, connector: Any) -> None:
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    request = windowed.begin("b", ids + text(2, 50))
+    matched = windowed.connector.get_num_new_matched_tokens
+    assert matched(request, 0) == (None, False)
+    (load,) = windowed.step().fetches
+    assert matched(request, 0) == (None, False) and not windowed.step().fetches
+    report(windowed, connector, fetched={("b", 0)})
+    assert matched(request, 0) == (144, True)
+    pages, others = tables(1, 200)
+    others[:6] = [0] * 6  # these rows have left the window
+    windowed.connector.update_state_after_alloc(request, Blocks(pages, others), 144)
+    (sent,) = windowed.step().loads
+    assert sent.tables == (tuple(pages[:9]), tuple(others[:9])) and sent.infos == load.infos
+
+
+def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    request = windowed.begin("b", ids + text(2, 50))
+    matched = windowed.connector.get_num_new_matched_tokens
+    assert matched(request, 0) == (None, False)
+    report(windowed, connector, failed={"b"})
+    assert matched(request, 0) == (0, False) and not windowed.step().loads
+
+
+def test_chunks_are_let_go_when_another_load_is_needed(windowed: Scheduler, connector: Any) -> None:
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    request = windowed.begin("b", ids + text(2, 50))
+    matched = windowed.connector.get_num_new_matched_tokens
+    assert matched(request, 0) == (None, False)
+    assert len(windowed.step().fetches) == 1
+    report(windowed, connector, fetched={("b", 0)})
+    assert matched(request, 32) == (None, False)  # vLLM has found rows of it
+    step = windowed.step()
+    assert step.cancelled == ["b"] and [load.first for load in step.fetches] == [32]
+    report(windowed, connector, fetched={("b", 0)})  # of the load before
+    assert matched(request, 32) == (None, False)
+    report(windowed, connector, fetched={("b", 32)})
+    assert matched(request, 32) == (112, True)
+    windowed.end(request)
+    assert windowed.step().cancelled == ["b"]
+
+
+def test_what_follows_rows_that_nobody_has_is_not_kept(windowed: Scheduler) -> None:
+    ids = text(1, 150)
+    request = windowed.begin("a", ids)  # vLLM's own cache has its beginning
+    pages, others = tables(1, 150)
+    others[:4] = [0] * 4
+    assert not windowed.step(40, new={"a": ((pages, others), 112)}).keeps
+    windowed.end(request)
+    assert not windowed.step().keeps
+
+
+def test_what_was_forgotten_while_it_ran_is_not_kept(windowed: Scheduler) -> None:
+    request = windowed.begin("a", text(1, 150), "mine")
+    windowed.step(150, new={"a": (tables(1, 150), 0)})
+    windowed.begin("command", [1], "mine", forget="everything")
+    assert not windowed.step(1, running={"a": (None, 150)}).keeps
+    windowed.end(request)
+    assert not windowed.step().keeps
+    windowed.connector.shutdown()

@@ -21,7 +21,7 @@ def ended(name: str, pages: int = 3, salt: str = "", rows: int | None = None) ->
     """Its hashes are those of every other with this name, as far as both go."""
     hashes = [f"{name} {page}".encode() for page in range(pages)]
     exact_rows = pages * PAGE + 5 if rows is None else rows
-    return Ended(Request(hashes), None, ASKED, salt, tuple(range(pages + 1)), exact_rows, pages)
+    return Ended(Request(hashes), None, ASKED, salt, (tuple(range(pages + 1)),), exact_rows, pages)
 
 
 def find(page_hash: bytes) -> int:
@@ -69,7 +69,7 @@ def test_what_is_kept_later_is_where_the_prefix_cache_has_it_then() -> None:
     one = ended("a")
     busy.end(one)
     (taken,) = busy.later.take(10**6, find)
-    assert taken.pages == (100, 101, 102) and taken.request is one.request
+    assert taken.tables == ((100, 101, 102),) and taken.request is one.request
     assert (taken.exact_rows, taken.exact_pages) == (3 * PAGE, 3)
     assert busy.counts == {"kept": 1} and not len(busy.later)
 
@@ -80,7 +80,7 @@ def test_pages_after_one_that_is_gone_are_left_out() -> None:
     busy.end(ended("b"))
     gone = {b"a 0", b"b 2"}
     (taken,) = busy.later.take(10**6, lambda one: None if one in gone else find(one))
-    assert taken.pages == (100, 101) and taken.exact_rows == 2 * PAGE
+    assert taken.tables == ((100, 101),) and taken.exact_rows == 2 * PAGE
     assert busy.counts == {"dropped": 1, "kept": 1}
 
 

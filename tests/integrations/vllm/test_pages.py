@@ -63,7 +63,7 @@ def test_rows_of_copied_pages_are_those_that_were_written(form: str, span: tuple
     pages, table = FORMS[form](), torch.tensor([5, 1, 3])
     rows = torch.randn(2, LAYERS, KV_HEADS, 3 * PAGE, DIM)
     pages.write_all(rows, pages.slots(table, torch.arange(3 * PAGE)))
-    copied = pages.copy(table)
+    copied = pages.copy([table])
     for cache in pages.caches:
         cache.zero_()
     assert torch.equal(pages.rows_of(copied, *span), rows[:, :, :, slice(*span)])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.index import Index
-from kvboost.cache.quantize import PLAIN
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import PLAIN, Quantizer, plain
+from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.options import Options
-from kvboost.integrations.vllm.planner import Keep
+from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.planner import Keep, Load
 from kvboost.model import triton
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
@@ -36,7 +40,7 @@ def make_worker(connector: Any, *, kernels: bool) -> tuple[Any, dict[ChunkKey, t
     def put(chunks: list[Any]) -> None:
         kept.update({chunk.key: chunk.data.tensors[PLAIN] for chunk in chunks})
 
-    worker = connector.Worker(None, Options.parse({}), None)
+    worker = connector.Worker(None, Options.parse({}), None, Groups((None,), ((),)))
     pages = worker._pages = make_pages()
     pages.write_all(
         torch.randn(2, LAYERS, KV_HEADS, BLOCKS * PAGE, DIM), torch.arange(BLOCKS * PAGE)
@@ -55,10 +59,10 @@ def make_worker(connector: Any, *, kernels: bool) -> tuple[Any, dict[ChunkKey, t
 def test_rows_are_kept_as_they_were_when_the_step_began(connector: Any, kernels: bool) -> None:
     worker, kept = make_worker(connector, kernels=kernels)
     first, second = infos_of(0, 31), infos_of(100, 16)
-    keeps = [Keep(first[1:], (5, 1, 3, 2)), Keep(second, (6, 4))]
+    keeps = [Keep(first[1:], ((5, 1, 3, 2),)), Keep(second, ((6, 4),))]
     rows = [
         worker._pages.read_all(
-            worker._pages.slots(keep.pages, torch.arange(len(keep.pages) * PAGE))
+            worker._pages.slots(keep.tables[0], torch.arange(len(keep.tables[0]) * PAGE))
         )
         for keep in keeps
     ]
@@ -84,6 +88,107 @@ def test_rows_for_which_there_is_no_memory_are_gone(
 
     monkeypatch.setattr(worker._pages, "copy", full)
     infos = infos_of(0, 31)
-    worker.keep([Keep(infos, (5, 1, 3, 2))])
+    worker.keep([Keep(infos, ((5, 1, 3, 2),))])
     worker._thread.shutdown()
     assert not kept and worker._report.gone == {info.key for info in infos}
+
+
+# Several groups of layers.
+
+
+def two_groups(worker: Any) -> Any:
+    """Layer 1 has a table of its own."""
+    caches = dict(zip(("layers.0", "layers.1"), worker._pages.caches, strict=True))
+    worker._pages = Pages(caches, worker._pages.layers, [[0], [1]])
+    worker._packer = Quantizer(16, None)
+    return worker._pages
+
+
+def rows_of(pages: Any, tables: tuple[tuple[int, ...], ...], rows: int) -> torch.Tensor:
+    """The first rows of a request, as chunks have them."""
+    return torch.cat(
+        [
+            pages.read_all(pages.slots(table, torch.arange(rows)))[:, layer : layer + 1]
+            for layer, table in enumerate(tables)
+        ],
+        dim=1,
+    )
+
+
+def test_rows_that_have_left_their_pages_are_taken_from_earlier_chunks(connector: Any) -> None:
+    worker, kept = make_worker(connector, kernels=False)
+    pages, tables = two_groups(worker), ((5, 1, 3, 2), (6, 4, 2, 1))
+    expected = rows_of(pages, tables, 31)
+    (early,) = infos_of(0, 9)
+    stored = KVChunk(early, plain(expected[:, :, :, :9].contiguous()))
+    worker._data.fetch = lambda infos: [stored] if infos == [early] else None
+    pages.caches[1][6] = 0  # rows 0 to 7 of layer 1 have left the window
+    infos = infos_of(0, 31)
+    worker.keep([Keep(infos, tables, 8, (Hit(early, 0, 8),))])
+    worker._thread.shutdown()
+    for info in infos:
+        found = kept[info.key]
+        assert torch.equal(found, expected[:, :, :, info.base_position : info.end])
+
+
+def test_chunks_whose_earlier_rows_are_lost_are_not_kept(connector: Any) -> None:
+    worker, kept = make_worker(connector, kernels=False)
+    two_groups(worker)
+    refused: list[ChunkKey] = []
+    worker._data.fetch = lambda infos: None
+    worker._data.refuse = refused.extend
+    (early,) = infos_of(0, 9)
+    infos = infos_of(0, 31)
+    worker.keep([Keep(infos, ((5, 1, 3, 2), (6, 4, 2, 1)), 8, (Hit(early, 0, 8),))])
+    worker._thread.shutdown()
+    assert not kept and refused == [info.key for info in infos]
+
+
+def test_rows_outside_of_a_window_are_not_written(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    pages, tables = two_groups(worker), ((5, 1, 3), (0, 4, 2))
+    nothing = pages.caches[1][0].clone()
+    infos = infos_of(0, 24)
+    rows = torch.randn(2, LAYERS, KV_HEADS, 24, DIM)
+    chunks = [
+        KVChunk(one, plain(rows[:, :, :, one.base_position : one.end].contiguous()))
+        for one in infos
+    ]
+    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=tables)
+    worker._place(load, chunks, [torch.tensor(table) for table in tables])
+    found = rows_of(pages, tables, 24)
+    assert torch.equal(found[:, 0], rows[:, 0])
+    assert torch.equal(found[:, 1, :, PAGE:], rows[:, 1, :, PAGE:])
+    assert torch.equal(pages.caches[1][0], nothing)
+
+
+def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    two_groups(worker)
+    worker._ranks = SimpleNamespace(least=lambda number: number)
+    infos = infos_of(0, 24)
+    chunks = [KVChunk(one, plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM))) for one in infos]
+    worker._data.at_hand = lambda planned: chunks if planned[0].base_position == 0 else None
+    worker._data.fetch = lambda planned: None
+    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    ids = as_token_ids(range(30))
+    found, lost = Load("found", ids, 0, 24, hits), Load("lost", ids, 12, 24, hits[1:])
+    said = connector.Report()
+    assert worker.step(connector.Step(fetches=[found, lost])) == set()
+    while not (said.fetched and said.failed):
+        worker.step(connector.Step())
+        if (more := worker_report(worker)) is not None:
+            said = said.aggregate(more)
+    assert said.fetched == {("found", 0)} and said.failed == {"lost"}
+    load = replace(found, tables=((5, 1, 3), (6, 4, 2)))
+    assert worker.step(connector.Step(loads=[load])) == {"found"}
+    assert (rows_of(worker._pages, load.tables, 24) == 1).all() and not worker._held
+    assert not worker.take_failed_pages()
+    worker._thread.shutdown()
+
+
+def worker_report(worker: Any) -> Any:
+    """The report so far; the tiers are not asked."""
+    report, worker._report = worker._report, type(worker._report)()
+    return report

@@ -11,7 +11,8 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +30,17 @@ from kvboost.cache.events.layout import medium
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
 from kvboost.integrations.vllm.commands import Commands
+from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.later import Ended, Later
+from kvboost.integrations.vllm.leaving import Leaving
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.metrics import Metrics, Stats
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
+from kvboost.integrations.vllm.served import Served
 from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.tally import Tally, usage
 from kvboost.integrations.vllm.worker import Worker
-from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,27 +59,6 @@ LATER_ROWS, IDLE_ROWS = 4096, 32_768
 logger = init_logger("vllm.kvboost")
 
 
-@dataclass
-class Served:
-    """A request that vLLM has."""
-
-    asked: RequestOptions
-    salt: str
-    token_ids: TokenIds | None = None
-    """Of its prompt, once they were needed."""
-    error: str = ""
-    """Why what it asks could not be read."""
-    is_kept: bool = True
-    """False if something under its salt was forgotten when it ran."""
-    planned: tuple[object, Load | None] = (None, None)
-    """Its load, after what it was planned for."""
-    load: Load | None = None
-    """The message that was sent to the workers."""
-    is_loading: bool = False
-    has_failed: bool = False
-    recomputed: int = 0
-
-
 class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -87,9 +69,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # after it has made the connector.
         transfer.kv_load_failure_policy = "recompute"
         self._options = Options.parse(transfer.kv_connector_extra_config)
+        self._groups = Groups.of(kv_cache_config)
         if role is KVConnectorRole.WORKER:
             declined = why_nothing(vllm_config, self._options, kv_cache_config)
-            self._worker = Worker(vllm_config, self._options, declined)
+            self._worker = Worker(vllm_config, self._options, declined, self._groups)
             return
         self._page = vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
@@ -107,7 +90,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # What is on disk or remote also serves others, and routers are told what is kept.
         engine = self._options.engine
         is_shared = self._is_heard or engine.disk_cache_dir or engine.remote_cache_url
-        self._later = Later(self._page, self._tally.put_off, is_on=not is_shared)
+        # Rows that leave a window cannot be put off.
+        is_on = self._groups.is_one and not is_shared
+        self._later = Later(self._page, self._tally.put_off, is_on=is_on)
+        window = self._groups.window
+        self._leaving = None if window is None else Leaving(window, self._page)
 
     # The scheduler's side.
 
@@ -162,18 +149,43 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._branches.leave(request_id, request.block_hashes)
             branch = None
         self._finish_ended()
-        # If vLLM has no pages for a request, it asks in every step.
-        asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
-        if served.planned[0] != asked:
-            served.planned = asked, self._plan(request, served, num_computed_tokens)
+        if served.fetched is not None and served.fetched.first != num_computed_tokens:
+            self._let_go(served)  # vLLM has more of it or less than when it was planned
+        if served.fetched is None:
+            # If vLLM has no pages for a request, it asks in every step.
+            asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
+            if served.planned[0] != asked:
+                served.planned = asked, self._plan(request, served, num_computed_tokens)
         if (load := served.planned[1]) is None:
             return 0, False
+        if not self._groups.is_one:
+            # With several groups, vLLM cannot compute the rows of a load that fails. So it begins
+            # when it cannot fail any more.
+            if served.fetched is None:
+                served.fetched = load
+                self._step.fetches.append(load)
+            if not served.is_fetched:
+                return None, False
         if branch is None and load.exact_rows < load.end:
             name = repair_name(load.repair)
             self._branches.enter(
                 request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
             )
         return load.end - num_computed_tokens, True
+
+    def _let_go(self, served: Served) -> None:
+        """The chunks of a load that was not sent need not be held any more."""
+        if served.fetched is not None:
+            self._step.cancelled.append(served.fetched.request_id)
+            served.fetched, served.is_fetched = None, False
+            served.planned = None, None
+
+    def _give_up_fetching(self, served: Served) -> None:
+        """A chunk is lost: vLLM computes the request."""
+        if (load := served.fetched) is not None:
+            self._let_go(served)
+            self._tally.finish(load, 0, failed=True)
+            served.load = load.failed()
 
     def _plan(self, request: Request, served: Served, local: int) -> Load | None:
         token_ids, salt = request.prompt_token_ids or (), served.salt
@@ -189,8 +201,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         served = self._of(request)
         _, load = served.planned
         if load is not None and num_external_tokens:
-            pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
-            served.load, served.is_loading = replace(load, pages=pages), True
+            last = load.end // self._page
+            tables = tuple(tuple(table[:last]) for table in blocks.get_block_ids())
+            served.load, served.is_loading = replace(load, tables=tables), True
+            served.fetched = None
             self._tally.start(request.request_id)
             self._later.on_load()
             self._step.loads.append(served.load)
@@ -198,6 +212,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         self._finish_ended()
+        if self._leaving is not None:
+            self._keep_leaving(self._leaving, scheduler_output)
         is_busy = scheduler_output.total_num_scheduled_tokens > 0
         if not is_busy:
             self._keep_later(IDLE_ROWS)
@@ -217,8 +233,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._commands.hear(report.replies)
             for request_id in self._served.keys() & report.recomputed.keys():
                 self._served[request_id].recomputed = report.recomputed[request_id]
+            for request_id in self._served.keys() & {one for one, _ in report.fetched}:
+                self._served[request_id].on_fetched(report.fetched)
             for request_id in self._served.keys() & report.failed:
                 self._served[request_id].has_failed = True
+                self._give_up_fetching(self._served[request_id])
         for request_id in connector_output.finished_recving or ():
             served = self._served.get(request_id)
             if served is not None and served.is_loading and served.load is not None:
@@ -229,6 +248,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished_all_groups`, of a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """vLLM frees the pages now. The next step is the first that can write to them, and it
         begins with the copy."""
@@ -243,20 +268,22 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             said["error"] = served.error
         return False, {"kvboost": said} if said else None
 
-    def _finish(self, request: Request, served: Served, block_ids: list[int]) -> None:
+    def _finish(self, request: Request, served: Served, block_ids: tuple[list[int], ...]) -> None:
         request_id, load = request.request_id, served.load
         branch = self._branches.of(request_id)
         self._branches.forget(request_id)
+        self._let_go(served)
+        if self._leaving is not None:
+            self._keep_rows(self._leaving, served, has_ended=True)
+            self._leaving.end(request_id)
         if served.is_loading:
             self._tally.cancel(request_id)
             self._step.cancelled.append(request_id)
             return
-        if not served.is_kept or served.asked.mode == "off" or not self._serves(request):
-            return
-        if 0 in block_ids:  # the null page: vLLM has freed rows outside of a window
+        if self._leaving is not None or not self._is_kept(served):
             return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
-        num_rows = min(num_rows, len(block_ids) * self._page)
+        num_rows = min(num_rows, len(block_ids[0]) * self._page)
         exact_rows, exact_pages = num_rows, num_rows // self._page
         if branch is not None:  # hashes of approximate pages are ours
             exact_rows = branch.first * self._page
@@ -264,11 +291,61 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 exact_rows = max(exact_rows, load.exact_rows)
             exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
         ids, asked, salt = served.token_ids, served.asked, served.salt
-        pages = tuple(block_ids)
-        ended = Ended(request, ids, asked, salt, pages, exact_rows, exact_pages)
+        tables = tuple(map(tuple, block_ids))
+        ended = Ended(request, ids, asked, salt, tables, exact_rows, exact_pages)
         adapted = request.lora_request is not None  # whose name alone names vLLM's pages
         if adapted or not self._later.puts_off(ended, len(self._served)):
             self._ended.append(ended)
+
+    def _is_kept(self, served: Served) -> bool:
+        """Whether rows of a request are to be kept."""
+        return served.is_kept and served.asked.mode != "off" and self._serves(served.request)
+
+    def _keep_leaving(self, leaving: Leaving, output: SchedulerOutput) -> None:
+        """Enters rows that leave a window. A step that is planned may give their pages away, and
+        begins with the copy."""
+        for new in output.scheduled_new_reqs:
+            self._follow(leaving, new.req_id, new.block_ids, new.num_computed_tokens)
+        others = output.scheduled_cached_reqs
+        for request_id, tables, rows in zip(
+            others.req_ids, others.new_block_ids, others.num_computed_tokens, strict=True
+        ):
+            if request_id in others.resumed_req_ids:
+                self._follow(leaving, request_id, tables, rows)
+            else:
+                leaving.grow(request_id, tables, rows)
+        for request_id in leaving.due():
+            self._keep_rows(leaving, self._served[request_id])
+
+    def _follow(
+        self, leaving: Leaving, request_id: str, tables: Sequence[Sequence[int]], rows: int
+    ) -> None:
+        served = self._served[request_id]
+        if self._is_kept(served):
+            if served.token_ids is None:
+                served.token_ids = prompt_ids(served.request.prompt_token_ids)
+            stored = self._planner.num_stored(served.token_ids, served.salt)
+            leaving.begin(served.request, tables, rows, stored)
+
+    def _keep_rows(self, leaving: Leaving, served: Served, *, has_ended: bool = False) -> None:
+        """Enters the rows that a request has computed since the last time."""
+        request = served.request
+        if (one := leaving.of(request)) is None:
+            return
+        rows = min(one.rows, request.num_tokens)
+        if has_ended:
+            rows = min(request.num_computed_tokens, request.num_tokens - 1)
+        rows = min(rows, len(one.tables[0]) * self._page)
+        if not self._is_kept(served) or rows <= one.first:
+            return
+        tables, pages = tuple(map(tuple, one.tables)), rows // self._page
+        asked, salt = served.asked, served.salt
+        some = Ended(request, served.token_ids, asked, salt, tables, rows, pages, one.first)
+        one.first = rows
+        if has_ended:
+            self._ended.append(some)
+        else:
+            self._keep(some)
 
     def _finish_ended(self) -> None:
         """Enters what ended requests leave. Their answers need not wait for that, so it is done
@@ -291,18 +368,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def _keep(self, ended: Ended) -> None:
         request, asked, salt = ended.request, ended.asked, ended.salt
         token_ids = ended.exact_ids()
-        keep, replaced = self._planner.keep(token_ids, ended.pages, salt, asked)
+        keep, replaced = self._planner.keep(token_ids, ended.tables, salt, asked, ended.first)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
         if request.cache_salt is None and request.lora_request is None:
             # Salts and adapters would have to be published with the blocks.
             self._planner.announce(ended.hashes, token_ids, salt)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
@@ -367,7 +439,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 asked = replace(asked, mode="exact")
         salt = salt_of(request.cache_salt, name)
         is_kept = not self._commands.is_forgetting(salt)
-        served = self._served[request_id] = Served(asked, salt, error=error, is_kept=is_kept)
+        served = Served(request, asked, salt, error=error, is_kept=is_kept)
+        self._served[request_id] = served
         return served
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:

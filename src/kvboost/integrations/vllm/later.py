@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvboost.integrations.vllm.groups import Tables
 from kvboost.integrations.vllm.options import RequestOptions
 from kvboost.integrations.vllm.planner import prompt_ids
 from kvboost.tokens.hashing import TokenIds
@@ -31,17 +32,19 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that has ended. ``request`` is vLLM's."""
+    """A request that has ended, or of which rows leave a window. ``request`` is vLLM's."""
 
     request: Any
     prompt: TokenIds | None
     """The tokens of its prompt, if they are at hand."""
     asked: RequestOptions
     salt: str
-    pages: tuple[int, ...]
+    tables: Tables
     exact_rows: int
     exact_pages: int
     """The first pages, whose hashes are those of exact rows."""
+    first: int = 0
+    """Rows before it are not in its pages any more."""
 
     @property
     def hashes(self) -> Sequence[Any]:
@@ -111,7 +114,7 @@ class Later:
             del self._remembered[last]
             self._count("kept")
             rows = len(pages) * self._page
-            taken.append(replace(ended, pages=pages, exact_rows=rows, exact_pages=len(pages)))
+            taken.append(replace(ended, tables=(pages,), exact_rows=rows, exact_pages=len(pages)))
         return taken
 
     def forget(self, salt: str | None = None) -> None:

@@ -28,6 +28,8 @@ class Step(KVConnectorMetadata):
     """From the scheduler, with every step."""
 
     loads: list[Load] = field(default_factory=list)
+    fetches: list[Load] = field(default_factory=list)
+    """Loads whose chunks are to be held until vLLM has pages for them."""
     keeps: list[Keep] = field(default_factory=list)
     dropped: list[ChunkKey] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -45,6 +47,8 @@ class Report(KVConnectorWorkerMetadata):
     """Moved rows that were computed again, by request."""
     measured: list[tuple[int, int, float]] = field(default_factory=list)
     """Forwards that were timed: rows, keys, seconds."""
+    fetched: set[tuple[str, int]] = field(default_factory=set)
+    """Requests whose chunks are held, and the first row of their loads."""
     failed: set[str] = field(default_factory=set)
     """Requests whose rows could not be loaded."""
     tiers: dict[int, dict[str, TierStats]] = field(default_factory=dict)
@@ -64,6 +68,7 @@ class Report(KVConnectorWorkerMetadata):
             self.gone | other.gone,
             other.recomputed | self.recomputed,
             self.measured,
+            self.fetched | other.fetched,
             self.failed | other.failed,
             self.tiers | other.tiers,
             replies,

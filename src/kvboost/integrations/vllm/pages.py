@@ -25,11 +25,18 @@ class Layer(Protocol):
 
 class Pages:
     """The KV cache of all layers: each ``[blocks, kv_heads, page, 2 * head_dim]`` as far as shapes
-    go. A *slot* numbers a row: page times page size plus the row in it."""
+    go. A *slot* numbers a row: page times page size plus the row in it. ``groups`` has the layers
+    of each group, whose pages are in one table; one has all of them if none are given."""
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> None:
+    def __init__(
+        self,
+        caches: Mapping[str, torch.Tensor],
+        layers: Sequence[Layer],
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.caches = list(caches.values())
         self.layers = list(layers)
+        self.groups = [list(group) for group in groups] or [list(range(len(self.caches)))]
         first = self.caches[0]
         if any(cache.shape[1:] != first.shape[1:] for cache in self.caches) or first.dim() != 4:
             shapes = sorted({tuple(cache.shape) for cache in self.caches})
@@ -91,12 +98,14 @@ class Pages:
         rows = torch.stack([self._read(cache, *places) for cache in self.caches])
         return rows.permute(3, 0, 2, 1, 4)
 
-    def copy(self, pages: torch.Tensor) -> torch.Tensor:
-        """These pages of all layers, ``[layers, pages, ...]``, as they are in memory."""
+    def copy(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pages of each group's table, which are of one length, as they are in memory:
+        ``[layers, pages, ...]``."""
         first = self.caches[0]
-        copied = first.new_empty(len(self.caches), len(pages), *first.shape[1:])
-        for cache, out in zip(self.caches, copied, strict=True):
-            torch.index_select(cache, 0, pages, out=out)
+        copied = first.new_empty(len(self.caches), len(tables[0]), *first.shape[1:])
+        for group, table in zip(self.groups, tables, strict=True):
+            for layer in group:
+                torch.index_select(self.caches[layer], 0, table, out=copied[layer])
         return copied
 
     def rows_of(self, copied: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -115,7 +124,11 @@ class Pages:
 
     def write_all(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes rows as :meth:`read_all` gives them."""
-        for layer in range(len(self.caches)):
+        self.write_layers(range(len(self.caches)), rows, slots)
+
+    def write_layers(self, layers: Sequence[int], rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes only those of ``layers``; ``rows`` are of all."""
+        for layer in layers:
             keys, values = rows[:, layer].transpose(1, 2)
             self.write(layer, keys, values, slots)
 

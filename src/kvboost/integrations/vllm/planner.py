@@ -24,6 +24,7 @@ from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import Listing, RemoteTier, open_remote
 from kvboost.config import RepairParams
+from kvboost.integrations.vllm.groups import Tables
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.cost import WORTHWHILE_RATIO, CostModel
@@ -32,9 +33,10 @@ from kvboost.reuse.repair import PROBE_BAND
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 
-LOAD_SECONDS = 0.006
-"""The cost of moving beside its forwards. On an H200 it saved 16 users 4 ms a question of 3,072
-tokens, and its forwards alone would have saved 10. On a CPU it hardly counts."""
+LOAD_SECONDS = 0.010
+"""The cost of moving beside its forwards: the time that it takes of the thread in which vLLM's
+scheduler and model run, 6 to 10 ms a request on an H200. The larger of them, so that a prompt that
+is read in 18 ms (2,500 tokens there) is read. On a CPU it hardly counts."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
 GLANCED_ROWS = 4 * LEAST_ROWS
@@ -57,9 +59,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows ``[first, end)`` of a request, to be put into its ``pages``: ``in_place`` hits as they
-    are, ``moved`` runs rotated and repaired; the others are computed. Further ``copies`` of moved
-    rows are mixed with them."""
+    """Rows ``[first, end)`` of a request, to be put into the pages of its ``tables``: ``in_place``
+    hits as they are, ``moved`` runs rotated and repaired; the others are computed. Further
+    ``copies`` of moved rows are mixed with them. Rows whose page is 0 in a group's table are left
+    out there: no row to come sees them."""
 
     request_id: str
     token_ids: TokenIds
@@ -69,7 +72,7 @@ class Load:
     in_place: tuple[Hit, ...]
     moved: tuple[MovedRun, ...] = ()
     repair: RepairParams = field(default_factory=RepairParams)
-    pages: tuple[int, ...] = ()
+    tables: Tables = ()
     copies: tuple[tuple[Hit, ...], ...] = ()
 
     @property
@@ -113,10 +116,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Keep:
-    """New chunks of a request that has ended, to be copied out of its ``pages``."""
+    """New chunks of a request, to be copied out of the pages of its ``tables``. Their rows before
+    ``first`` are not there any more: they are in the stored chunks of ``earlier``."""
 
     infos: tuple[ChunkInfo, ...]
-    pages: tuple[int, ...]
+    tables: Tables
+    first: int = 0
+    earlier: tuple[Hit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,16 +258,39 @@ class Planner:
         return moving < WORTHWHILE_RATIO * forward(rows, (local + total) // 2)
 
     def keep(
-        self, token_ids: TokenIds, pages: Sequence[int], salt: str, asked: RequestOptions
+        self,
+        token_ids: TokenIds,
+        tables: Tables,
+        salt: str,
+        asked: RequestOptions,
+        first: int = 0,
     ) -> tuple[Keep | None, list[ChunkKey]]:
-        """The rows to keep of a request that has ended, and the chunks that this replaces.
-        ``token_ids`` are those of its exact rows. The others stay in vLLM's pages alone: stored,
-        they would push out the text that they were made from."""
-        if self._index is None or asked.mode == "off":
+        """The rows to keep of a request, and the chunks that this replaces. ``token_ids`` are those
+        of its exact rows; only those from ``first`` on are in its pages. Approximate rows stay in
+        vLLM's pages alone: stored, they would push out the text that they were made from."""
+        index = self._index
+        if index is None or asked.mode == "off":
             return None, []
-        new, replaced = self._index.store(self.root(salt), token_ids, boundaries=asked.boundaries)
+        root = self.root(salt)
+        stored = index.lookup(root, token_ids[:first]).exact if first else ()
+        new, replaced = index.store(root, token_ids, boundaries=asked.boundaries)
         self.num_changes += bool(new or replaced)
-        return Keep(tuple(new), tuple(pages)) if new else None, replaced
+        if not new:
+            return None, replaced
+        start, earlier = new[0].base_position, tuple[Hit, ...]()
+        if start < first:
+            if not stored or stored[-1].end < first:  # evicted meanwhile
+                index.remove([info.key for info in new])
+                return None, replaced
+            earlier = tuple(hit.clip(start, first) for hit in stored if hit.end > start)
+        return Keep(tuple(new), tables, first, earlier), replaced
+
+    def num_stored(self, token_ids: TokenIds, salt: str) -> int:
+        """How many of the first rows are stored."""
+        if self._index is None:
+            return 0
+        exact = self._index.lookup(self.root(salt), token_ids).exact
+        return exact[-1].end if exact else 0
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:
         """Announces the blocks of ``token_ids``, named by ``hashes``, that are stored exactly."""

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
+from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.options import Options
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.pages import Layer
+
+REUSED = (FullAttentionSpec, SlidingWindowSpec)
+"""The kinds of KV whose rows are reused."""
 
 
 def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> str | None:
@@ -27,17 +36,32 @@ def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> 
         )
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
     if any(isinstance(spec, MambaSpec) for spec in specs):
-        return "the state of Mamba layers cannot be cut into chunks"
-    if len(specs) != 1:
+        return (
+            "its Mamba layers have states, which are not kept inside vLLM yet; `kvboost serve` "
+            "keeps them"
+        )
+    if len(specs) > 1 and any(type(spec) not in REUSED for spec in specs):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
         return (
-            f"vLLM frees the rows of some layers early ({len(specs)} groups of KV: {kinds}); start "
-            "it with --disable-hybrid-kv-cache-manager to reuse exact text"
+            f"of {len(specs)} groups of KV ({kinds}) some are neither full attention nor sliding "
+            "windows; start vLLM with --disable-hybrid-kv-cache-manager to make one group of them"
+        )
+    page_sizes = {config.cache_config.block_size, *(spec.block_size for spec in specs)}
+    if len(specs) > 1 and len(page_sizes) > 1:
+        sizes = ", ".join(map(str, sorted(page_sizes)))
+        return (
+            f"its groups of KV have pages of different sizes ({sizes} tokens); start vLLM with "
+            "--disable-hybrid-kv-cache-manager to make one group of them"
+        )
+    if config.speculative_config is not None and Groups.of(caches).window is not None:
+        return (
+            "speculative decoding is not supported where vLLM frees rows that leave a window; "
+            "start it with --disable-hybrid-kv-cache-manager"
         )
     return None
 
 
-def why_not_moved(config: VllmConfig, layers: Sequence[Layer]) -> str | None:
+def why_not_moved(config: VllmConfig, layers: Sequence[Layer], groups: Groups) -> str | None:
     """Why moved text is not reused with this configuration; None if it may be."""
     if config.speculative_config is not None:
         return "speculative decoding is not supported with it yet"
@@ -52,4 +76,6 @@ def why_not_moved(config: VllmConfig, layers: Sequence[Layer]) -> str | None:
             return "ALiBi has no positions that could be moved"
         if getattr(layer.impl, "logits_soft_cap", None):
             return "soft caps of attention are not supported with it yet"
+    if not groups.is_one:
+        return "several groups of KV are not supported with it yet"
     return None

@@ -7,16 +7,17 @@ chunks between the slow tiers, host memory and the GPU.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,12 +27,12 @@ from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
-from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import KVFormat, Quantizer, plain
+from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, rope
+from kvboost.integrations.vllm.groups import Groups, Tables, first_row
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
@@ -40,6 +41,15 @@ from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
+from kvboost.integrations.vllm.taking import (
+    COPIED_ROWS,
+    Taken,
+    batches,
+    chunk_of,
+    copied,
+    pages_of,
+    take_together,
+)
 from kvboost.model import triton
 from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.loading.fingerprint import fingerprint
@@ -50,8 +60,6 @@ if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
     from kvboost.reuse.paged.kernels import GpuKernels, Placed
 
-COPIED_ROWS = 4096
-"""Rows that go into pages or out of them together, where a copy of them is made on the device."""
 AHEAD_ROWS = 2 * COPIED_ROWS
 """Rows that may be copied to a GPU, on a stream of their own, before they are put into pages."""
 MEASURED_ROWS, MEASURED_ON_CPU = 2048, 128
@@ -59,11 +67,10 @@ MEASURED_ROWS, MEASURED_ON_CPU = 2048, 128
 
 logger = init_logger("vllm.kvboost")
 
-Some = TypeVar("Some", Hit, ChunkInfo)
 Brought = tuple["list[KVChunk] | None", "torch.cuda.Event | None"]
 """Chunks, None if one is lost, and what must have happened before they are read."""
-Taken = tuple[Sequence[ChunkInfo], "Callable[[], list[torch.Tensor]]"]
-"""Chunks that follow each other, and what gives their rows, in our thread."""
+Fetching = Generator[int, None, "list[KVChunk]"]
+"""Yields ``WAITS``; returns the chunks, or raises ``Lost``."""
 
 
 class Lost(Exception):
@@ -73,13 +80,19 @@ class Lost(Exception):
 class Worker:
     """``declined`` says why nothing is reused; it is None if something is."""
 
-    def __init__(self, config: VllmConfig, options: Options, declined: str | None) -> None:
+    def __init__(
+        self, config: VllmConfig, options: Options, declined: str | None, groups: Groups
+    ) -> None:
         self._config = config
         self._declined = declined
+        self._groups = groups
         self._options = options
         self._pages: Pages | None = None
         self._problem = "no KV cache was registered"
         self._loading: dict[str, tuple[Load, Loading]] = {}
+        self._fetching: dict[str, tuple[Load, Fetching]] = {}
+        self._held: dict[str, list[KVChunk]] = {}
+        """Chunks of loads for which vLLM has no pages yet, by request."""
         self._failed_pages: set[int] = set()
         self._report = Report()
         self._tiers: dict[str, TierStats] = {}
@@ -106,7 +119,12 @@ class Worker:
                 raise UnsupportedModelError(self._declined)
             layers = self._config.compilation_config.static_forward_context
             self._runner = find_runner()
-            self._pages = Pages(caches, [layers[name] for name in caches])
+            names = sorted(caches, key=_layer_number)  # several groups are not in this order
+            self._pages = Pages(
+                {name: caches[name] for name in names},
+                [layers[name] for name in names],
+                self._groups.layers(names),
+            )
         except (UnsupportedModelError, KeyError, AttributeError) as error:
             self._problem = str(error)
 
@@ -125,9 +143,11 @@ class Worker:
         weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size)
         hello = Hello(weights, Path(config.model).name, pages.row_bytes)
         try:
-            problem = why_not_moved(self._config, pages.layers)
+            problem = why_not_moved(self._config, pages.layers, self._groups)
             rotation = self._rotation = rope.rotation(model, len(pages.caches))
-            kernels = self._kernels = _gpu_kernels(pages, rotation)
+            if self._groups.is_one:  # they take one table
+                self._kernels = _gpu_kernels(pages, rotation)
+            kernels = self._kernels
             forward = self._forward = SparseForward(
                 self._runner, self._config, pages, kernels, graphs=problem is None
             )
@@ -172,6 +192,8 @@ class Worker:
         under_way = {*self._loading, *(load.request_id for load in step.loads)}
         for request_id in step.cancelled:
             self._loading.pop(request_id, None)
+            self._fetching.pop(request_id, None)
+            self._held.pop(request_id, None)
             self._ahead.pop(request_id, None)
         while self._passing and self._passing[0][0].query():
             self._passing.popleft()
@@ -189,7 +211,23 @@ class Worker:
                 budget = sys.maxsize if is_alone else self._options.slice_rows
                 if is_alone or not (self._go_on(turns, budget, waits=False) or step.is_busy):
                     self._go_on(turns, budget, waits=True)
+        self._fetching |= {load.request_id: (load, self._fetch(load)) for load in step.fetches}
+        for load, fetching in list(self._fetching.values()):
+            self._go_on_fetching(load, fetching)
         return under_way - self._loading.keys()
+
+    def _go_on_fetching(self, load: Load, fetching: Fetching) -> None:
+        request_id = load.request_id
+        try:
+            next(fetching)
+        except StopIteration as end:
+            self._held[request_id] = end.value
+            self._report.fetched.add((request_id, load.first))
+        except Lost:
+            self._report.failed.add(request_id)
+        else:
+            return
+        del self._fetching[request_id]
 
     def _go_on(self, turns: Iterable[str], budget: int, *, waits: bool) -> bool:
         """Whether a load has ended."""
@@ -248,23 +286,28 @@ class Worker:
         except StopIteration:
             return rows, True
         except Lost:
-            self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
+            self._failed_pages.update(load.tables[0][load.first // self._open_pages.size :])
             self._report.failed.add(load.request_id)
             return rows, True
 
     def _serve(self, load: Load) -> Loading:
         """Fetch, place, and for moved text choose and repair."""
-        chunks = yield from self._fetch(load)
-        table = to_device([*load.pages, SCRATCH_PAGE], torch.int64, self._open_pages.device)
-        self._place(load, chunks, table)
+        chunks = self._held.pop(load.request_id, None)
+        if chunks is None:
+            chunks = yield from self._fetch(load)
+        tables = [
+            to_device([*table, SCRATCH_PAGE], torch.int64, self._open_pages.device)
+            for table in load.tables
+        ]
+        self._place(load, chunks, tables)
         self._ahead.pop(load.request_id, None)
         if self._open_pages.on_gpu:
             self._passing.append((torch.cuda.current_stream().record_event(), chunks))
         if load.moved:
             assert self._repairer is not None
-            yield from self._repairer.repair(load, table, self._options.slice_rows)
+            yield from self._repairer.repair(load, tables[0], self._options.slice_rows)
 
-    def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
+    def _fetch(self, load: Load) -> Fetching:
         """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
         the same step: the forwards that follow run in all of them together."""
         infos = load.infos
@@ -280,12 +323,12 @@ class Worker:
             coming = self._thread.submit(self._bring, infos, is_ahead)
         while self._ranks.least(coming.done()) == 0:
             yield WAITS
-        chunks, copied = coming.result()
+        chunks, arrived = coming.result()
         if self._ranks.least(chunks is not None) == 0 or chunks is None:
             self._ahead.pop(load.request_id, None)
             raise Lost(load.request_id)
-        if copied is not None:
-            copied.wait()
+        if arrived is not None:
+            arrived.wait()
         return chunks
 
     def _bring(self, infos: Sequence[ChunkInfo], is_ahead: bool) -> Brought:
@@ -304,23 +347,29 @@ class Worker:
                     ]
             return chunks, self._stream.record_event()
 
-    def _place(self, load: Load, chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
-        """Writes the known rows into the pages of ``table``, keys of moved ones rotated, and mixes
+    def _place(self, load: Load, chunks: Sequence[KVChunk], tables: Sequence[torch.Tensor]) -> None:
+        """Writes the known rows into the pages of ``tables``, keys of moved ones rotated, and mixes
         further copies with them."""
-        place = self._place_with_torch if self._kernels is None else self._kernels.place_rows
-        is_here = self._kernels is not None and all(
-            rows.device == table.device for one in chunks for rows in one.data.tensors.values()
+        device, kernels = tables[0].device, self._kernels
+        is_here = kernels is not None and all(
+            rows.device == device for one in chunks for rows in one.data.tensors.values()
         )
         rest = iter(chunks)
         groups: list[Placed] = [
             ([(hit, next(rest).data) for hit in batch], None if number == 1 else 1 / number)
             for number, hits in enumerate((load.hits, *load.copies), start=1)
-            for batch in _batches(hits, sys.maxsize if is_here else COPIED_ROWS)
+            for batch in batches(hits, sys.maxsize if is_here else COPIED_ROWS)
         ]
         for some in [groups] if is_here else [[group] for group in groups]:
-            place(some, table)
+            if kernels is not None:
+                kernels.place_rows(some, tables[0])
+            else:
+                self._place_with_torch(some, load.tables, tables)
 
-    def _place_with_torch(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
+    def _place_with_torch(
+        self, groups: Sequence[Placed], tables: Tables, on_device: Sequence[torch.Tensor]
+    ) -> None:
+        """``on_device`` has the ``tables``."""
         pages = self._open_pages
         for stored, share in groups:
             positions = np.concatenate([np.arange(hit.start, hit.end) for hit, _ in stored])
@@ -331,17 +380,20 @@ class Worker:
                 out = buffer[:, :, :, row : row + hit.num_tokens]
                 self._packer.place(data, hit.chunk.base_position, hit.offset, hit.start, out)
                 row += hit.num_tokens
-            slots = pages.slots(table, torch.from_numpy(positions).to(pages.device))
-            if share is not None:
-                buffer.lerp_(pages.read_all(slots), 1 - share)
-            pages.write_all(buffer, slots)
+            for layers, table, there in zip(pages.groups, tables, on_device, strict=True):
+                skipped = int(np.searchsorted(positions, first_row([table], pages.size)))
+                rows = torch.from_numpy(positions[skipped:]).to(pages.device)
+                slots, new = pages.slots(there, rows), buffer[:, :, :, skipped:]
+                if share is not None:  # only moved text, so there is one group
+                    new.lerp_(pages.read_all(slots), 1 - share)
+                pages.write_layers(layers, new, slots)
 
     # Keeping.
 
     def keep(self, keeps: Sequence[Keep]) -> None:
-        """Copies new rows out of the pages of requests that have ended. vLLM has freed them, so
-        this must come before anything that the next step writes; on a GPU, later writes are
-        ordered after these reads."""
+        """Copies new rows out of the pages of requests that have ended, and rows that leave a
+        window. vLLM has freed them, so this must come before anything that the next step writes; on
+        a GPU, later writes are ordered after these reads."""
         try:
             taken = self._take(keeps)
         except torch.OutOfMemoryError:
@@ -354,12 +406,43 @@ class Worker:
     def _take(self, keeps: Sequence[Keep]) -> list[Taken]:
         pages = self._open_pages
         if self._kernels is not None:
-            return _take_together(self._kernels, keeps)
+            return take_together(self._kernels, keeps)
         return [
-            (infos, partial(_rows_of, pages, _copied(pages, keep.pages, infos), infos))
+            (infos, partial(self._rows_of, copied(pages, keep, infos), keep, infos))
             for keep in keeps
-            for infos in _batches(keep.infos, COPIED_ROWS)
+            for infos in batches(keep.infos, COPIED_ROWS)
         ]
+
+    def _rows_of(
+        self, pages_then: torch.Tensor, keep: Keep, infos: Sequence[ChunkInfo]
+    ) -> list[torch.Tensor]:
+        """The rows of chunks whose pages were copied to ``pages_then``, in the order of chunks.
+        Runs in our thread. Raises ``Lost`` if rows that were not in pages are not stored any
+        more."""
+        pages = self._open_pages
+        start = pages_of(infos, pages.size, keep.first).start * pages.size
+        found = []
+        for info in infos:
+            first = min(max(info.base_position, keep.first), info.end)
+            rows = pages.rows_of(pages_then, first - start, info.end - start)
+            if first > info.base_position:
+                rows = torch.cat([self._stored(keep, info.base_position, first), rows], dim=3)
+            found.append(rows.contiguous())
+        return found
+
+    def _stored(self, keep: Keep, start: int, end: int) -> torch.Tensor:
+        """Rows ``[start, end)`` of a request, from its stored chunks."""
+        hits = [hit.clip(start, end) for hit in keep.earlier if hit.start < end and hit.end > start]
+        chunks = self._data.fetch([hit.chunk for hit in hits])
+        if chunks is None:
+            raise Lost(hits[0].chunk.key)
+        pages = self._open_pages
+        shape = (2, len(pages.caches), pages.num_kv_heads, end - start, pages.head_dim)
+        out = torch.empty(shape, dtype=pages.dtype, device=pages.device)
+        for hit, chunk in zip(hits, chunks, strict=True):
+            rows = out[:, :, :, hit.start - start : hit.end - start]
+            self._packer.place(chunk.data, hit.chunk.base_position, hit.offset, hit.start, rows)
+        return out
 
     def _put(self, taken: list[Taken], ready: torch.cuda.Event | None) -> None:
         """Runs in our thread. Empties ``taken``, so that rows are freed one after the other."""
@@ -370,56 +453,20 @@ class Worker:
                 infos, rows_of = taken.pop(0)
                 try:
                     chunks = [
-                        _chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
+                        chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
                     ]
                     if self._stream is not None:
                         self._stream.synchronize()  # from now on another stream may read them
                     self._data.put(chunks)
-                except (MemoryError, RuntimeError) as error:  # of memory on a GPU, too
-                    logger.warning("KVBoost keeps less of a request: %s", error)
+                except (Lost, MemoryError, RuntimeError) as error:  # of memory on a GPU, too
+                    if not isinstance(error, Lost):
+                        logger.warning("KVBoost keeps less of a request: %s", error)
                     self._data.refuse([info.key for info in infos])
 
 
-def _chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
-    """The same ``info`` if it says the right size: plans that name it need not be compared."""
-    same = info.nbytes == rows.nbytes
-    return KVChunk(info if same else replace(info, nbytes=rows.nbytes), plain(rows))
-
-
-def _take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
-    """Copies all rows in one launch, into the chunks."""
-    size, table = kernels.pages.size, list[int]()
-    spans: list[tuple[int, int]] = []
-    for keep in keeps:
-        pages = _pages_of(keep.infos, size)
-        before = (len(table) - pages.start) * size
-        spans += [(before + info.base_position, info.num_tokens) for info in keep.infos]
-        table += keep.pages[pages]
-    rows = iter(kernels.take_rows(spans, table))
-    return [
-        (infos, partial(list, [next(rows) for _ in infos]))
-        for keep in keeps
-        for infos in _batches(keep.infos, COPIED_ROWS)
-    ]
-
-
-def _copied(pages: Pages, table: Sequence[int], infos: Sequence[ChunkInfo]) -> torch.Tensor:
-    some = table[_pages_of(infos, pages.size)]
-    return pages.copy(to_device(some, torch.int64, pages.device))
-
-
-def _rows_of(pages: Pages, copied: torch.Tensor, infos: Sequence[ChunkInfo]) -> list[torch.Tensor]:
-    """The rows of chunks whose pages were ``copied``, in the order of chunks."""
-    start = _pages_of(infos, pages.size).start * pages.size
-    return [
-        pages.rows_of(copied, info.base_position - start, info.end - start).contiguous()
-        for info in infos
-    ]
-
-
-def _pages_of(infos: Sequence[ChunkInfo], size: int) -> slice:
-    """Which pages of a sequence hold these chunks, which follow each other."""
-    return slice(infos[0].base_position // size, -(-infos[-1].end // size))
+def _layer_number(name: str) -> list[int]:
+    """The numbers in a layer's name: ``model.layers.12.self_attn.attn``."""
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
@@ -432,16 +479,3 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     kernels.warm_up(pages.layers[0].impl.num_heads)
     kernels.take_rows([(0, 1)], [SCRATCH_PAGE])
     return kernels
-
-
-def _batches(pieces: Sequence[Some], most_rows: int) -> list[list[Some]]:
-    """``pieces`` in order, so that those of one batch have at most ``most_rows`` rows together."""
-    batches: list[list[Some]] = []
-    rows = 0
-    for piece in pieces:
-        if not batches or rows + piece.num_tokens > most_rows:
-            batches.append([])
-            rows = 0
-        batches[-1].append(piece)
-        rows += piece.num_tokens
-    return batches

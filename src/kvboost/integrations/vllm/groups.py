@@ -1,0 +1,61 @@
+"""The groups of layers for which vLLM allocates and frees pages alike.
+
+With its hybrid KV cache manager, vLLM keeps all rows of full-attention layers and frees those of
+windowed layers as soon as they leave the window. Each group has a table of its own; a page that was
+freed is 0 in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Tables = tuple[tuple[int, ...], ...]
+"""The pages of a request in each group, in order. Page 0 holds no rows."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``windows`` has the rows that each group keeps, None for all; ``names`` its layers."""
+
+    windows: tuple[int | None, ...]
+    names: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, caches: KVCacheConfig) -> Groups:
+        from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+        groups = caches.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        return cls(
+            tuple(
+                one.sliding_window if isinstance(one, SlidingWindowSpec) else None for one in specs
+            ),
+            tuple(tuple(group.layer_names) for group in groups),
+        )
+
+    @property
+    def is_one(self) -> bool:
+        """Whether vLLM keeps all rows of all layers, in the same pages."""
+        return len(self.windows) == 1 and self.window is None
+
+    @property
+    def window(self) -> int | None:
+        """The rows of the smallest window; None if vLLM keeps all rows of all layers."""
+        return min((one for one in self.windows if one is not None), default=None)
+
+    def layers(self, names: Sequence[str]) -> list[list[int]]:
+        """The numbers of each group's layers, where ``names`` are those of all layers in order."""
+        number = {name: number for number, name in enumerate(names)}
+        return [[number[name] for name in group if name in number] for group in self.names]
+
+
+def first_row(tables: Sequence[Sequence[int]], page: int) -> int:
+    """The first row from which on every group has all rows."""
+    return page * max(
+        next((number for number, one in enumerate(table) if one), len(table)) for table in tables
+    )

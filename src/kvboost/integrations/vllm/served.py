@@ -1,0 +1,44 @@
+"""A request that vLLM has, as the scheduler's side of the connector knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvboost.integrations.vllm.options import RequestOptions
+from kvboost.integrations.vllm.planner import Load
+from kvboost.tokens.hashing import TokenIds
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Served:
+    """A request that vLLM has."""
+
+    request: Request
+    asked: RequestOptions
+    salt: str
+    token_ids: TokenIds | None = None
+    """Of its prompt, once they were needed."""
+    error: str = ""
+    """Why what it asks could not be read."""
+    is_kept: bool = True
+    """False if something under its salt was forgotten when it ran."""
+    planned: tuple[object, Load | None] = (None, None)
+    """Its load, after what it was planned for."""
+    fetched: Load | None = None
+    """A load whose chunks the workers hold, or are about to, until vLLM has pages for it."""
+    is_fetched: bool = False
+    load: Load | None = None
+    """The message that was sent to the workers."""
+    is_loading: bool = False
+    has_failed: bool = False
+    recomputed: int = 0
+
+    def on_fetched(self, fetched: Collection[tuple[str, int]]) -> None:
+        """The workers hold the chunks of these loads, each a request and its first row."""
+        if self.fetched is not None:
+            self.is_fetched |= (self.fetched.request_id, self.fetched.first) in fetched

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from kvboost.integrations.vllm.groups import Groups, first_row
+
+NAMES = (("layers.1", "layers.3"), ("layers.0", "layers.2"))
+
+
+def test_layers_are_numbered_as_the_model_runs_them() -> None:
+    groups = Groups((None, 128), NAMES)
+    assert groups.layers(["layers.0", "layers.1", "layers.2", "layers.3"]) == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("windows", "window", "is_one"),
+    [
+        ((None,), None, True),
+        ((64,), 64, False),
+        ((None, 128, 64), 64, False),
+        ((None,) * 2, None, False),
+    ],
+)
+def test_the_smallest_window_counts(
+    windows: tuple[int | None, ...], window: int | None, is_one: bool
+) -> None:
+    groups = Groups(windows, ((),) * len(windows))
+    assert (groups.window, groups.is_one) == (window, is_one)
+
+
+@pytest.mark.parametrize(
+    ("tables", "row"),
+    [([[5, 6]], 0), ([[5, 6, 7], [0, 8, 9]], 16), ([[5, 6], [0, 0]], 32), ([[], []], 0)],
+)
+def test_the_first_row_is_the_first_that_all_groups_have(tables: list[list[int]], row: int) -> None:
+    assert first_row(tables, 16) == row
