@@ -18,7 +18,7 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-from support.chunks import ORIGIN, ROOT, packing
+from support.chunks import ROOT, chunk_store, packing, running_sums
 
 CHUNK = 4
 ROW_BYTES = 2 * 4
@@ -41,8 +41,7 @@ class Rows:
     more take too much memory."""
 
     def __init__(self, ids: TokenIds, most: int = 1 << 30) -> None:
-        sums = torch.cumsum(torch.from_numpy(ids.astype("float32")), 0)
-        self.kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
+        self.kv = running_sums(ids.tolist())
         self.most = most
         self.packed: list[list[tuple[int, int]]] = []
 
@@ -57,14 +56,8 @@ def make_store(
     max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU, max_chunks: int | None = None
 ) -> ChunkStore:
     gpu = GpuTier(gpu_rows * ROW_BYTES, torch.device("cpu")) if gpu_rows else None
-    return ChunkStore(
-        Tiers(RamTier(max_rows * ROW_BYTES), gpu),
-        cut=lambda ids, _: fixed(len(ids), CHUNK),
-        origin=ORIGIN,
-        window=CHUNK,
-        policy=policy,
-        max_chunks=max_chunks,
-    )
+    tiers = Tiers(RamTier(max_rows * ROW_BYTES), gpu)
+    return chunk_store(tiers, CHUNK, window=CHUNK, policy=policy, max_chunks=max_chunks)
 
 
 def contents(store: ChunkStore) -> dict[str, tuple[object, ...]]:

@@ -19,9 +19,8 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.errors import ForgetError
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
-from support.chunks import ORIGIN, ROOT, make_chunk, packing
+from support.chunks import ROOT, chunk_store, make_chunk, packing
 from support.planting import chunk_files
 
 CHUNK = 32
@@ -33,7 +32,7 @@ Act = Callable[[ChunkStore], Any]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ChunkStore]:
     tiers = Tiers(RamTier(10**7), disk=DiskTier(tmp_path / "kv", 10**7))
-    made = ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
+    made = chunk_store(tiers, CHUNK)
     yield made
     assert made.check_integrity() == []
     made.close()
@@ -172,7 +171,7 @@ def test_a_text_that_is_read_again_and_again_is_no_failure(
 
 def test_what_a_request_finds_in_the_remote_store_meanwhile_is_forgotten(tmp_path: Path) -> None:
     tiers = Tiers(RamTier(10**7), remote=open_remote(f"file://{tmp_path}/far", 10**9))
-    made = ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
+    made = chunk_store(tiers, CHUNK)
 
     def use(store: ChunkStore) -> None:
         with store.lookup(ROOT, as_token_ids(TEXT)) as found:

@@ -11,17 +11,10 @@ from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.pins import Pins
 from kvboost.errors import PinError
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
+from support.clock import Clock
 
 ROOT = ChunkKey("00")
 IDS = as_token_ids(range(12))
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -50,7 +43,7 @@ class Text:
 
 
 def test_a_pin_is_renewed_grows_and_is_dropped() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pins, text = Pins(clock=clock), Text("a")
     assert pins.set("chat", ROOT, IDS, text.take(1), ttl=10).tokens == 4
     clock.now = 6
@@ -64,7 +57,7 @@ def test_a_pin_is_renewed_grows_and_is_dropped() -> None:
 
 
 def test_an_expired_pin_holds_nothing() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pins, text, other = Pins(clock=clock), Text("a"), Text("b")
     pins.set("short", ROOT, IDS, text.take(2), ttl=5)
     pins.set("long", ROOT, IDS, text.take(1), ttl=50)

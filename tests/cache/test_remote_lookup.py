@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,9 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.results import ReuseReport
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.marks import SHARED
-from support.chunks import ORIGIN, ROOT, packing
+from support.chunks import ROOT, chunk_store, packing
 from support.redis_server import RedisServer
 from support.tiny import make_engine, tiny_model
 
@@ -361,11 +360,8 @@ def test_many_requests_at_once_leave_the_books_in_order(open_engine) -> None:
                 with contextlib.suppress(ChunkLost):
                     reused.append(len(list(store.fetch(hits))))
 
-    threads = [threading.Thread(target=look, args=[first]) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(look, range(4)))
     assert sum(reused) > 0 and remote(engine)["hits"] > 0
     assert remote(engine)["faults"] == {}
     assert known_chunks(engine) == integrity_chunks(engine) <= 10
@@ -373,9 +369,7 @@ def test_many_requests_at_once_leave_the_books_in_order(open_engine) -> None:
 
 def small_store(server: RedisServer) -> contextlib.closing[ChunkStore]:
     tiers = Tiers(RamTier(1 << 24), remote=open_remote(server.url, None))
-    return contextlib.closing(
-        ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), 128), origin=ORIGIN)
-    )
+    return contextlib.closing(chunk_store(tiers, 128))
 
 
 def test_a_fresh_store_finds_every_passage_that_its_owner_finds(server) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,32 +16,20 @@ from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.stats import TierStats
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
-from support.chunks import ORIGIN, ROOT, packing
+from support.chunks import ORIGIN, ROOT, chunk_store, packing, running_sums
 
 CHUNK = 4
 ROW_BYTES = 2 * 4  # keys and values, one float each
 
 
-def kv_of(ids: list[int]) -> torch.Tensor:
-    """KV that is a function of everything before it: the running sum of the tokens."""
-    sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
-    return sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
-
-
 def rows_of(ids: list[int]) -> Pack:
-    return packing(kv_of(ids))
+    return packing(running_sums(ids))
 
 
 def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
-    return ChunkStore(
-        Tiers(RamTier(max_rows * ROW_BYTES)),
-        cut=lambda ids, _: fixed(len(ids), CHUNK),
-        origin=ORIGIN,
-        window=CHUNK,
-        max_chunks=max_chunks,
-    )
+    tiers = Tiers(RamTier(max_rows * ROW_BYTES))
+    return chunk_store(tiers, CHUNK, window=CHUNK, max_chunks=max_chunks)
 
 
 def ram(store: ChunkStore) -> TierStats:
@@ -53,7 +42,7 @@ def admit(store: ChunkStore, ids: list[int]) -> int:
 
 def check_hit(store: ChunkStore, ids: list[int]) -> int:
     """How many leading rows are known; each must be what was stored."""
-    expected = kv_of(ids)
+    expected = running_sums(ids)
     with store.lookup(ROOT, as_token_ids(ids)) as known:
         for hit, data in store.fetch(known.exact):
             kv = data.tensors["kv"][:, :, :, : hit.num_tokens]
@@ -173,7 +162,7 @@ def test_a_rejected_chunk_does_not_replace_the_shorter_one_it_continues() -> Non
 
 def test_a_lost_chunk_and_all_chunks_after_it_are_misses() -> None:
     tier = RamTier(10_000)
-    store = ChunkStore(Tiers(tier), cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
+    store = chunk_store(Tiers(tier), CHUNK)
     ids = list(range(12))
     admit(store, ids)
     with store.lookup(ROOT, as_token_ids(ids)) as known:
@@ -301,18 +290,13 @@ def test_identical_concurrent_admissions_store_once() -> None:
     store = make_store()
     ids = list(range(40))
     barrier = threading.Barrier(4)
-    new = []
 
-    def work() -> None:
+    def work(_: int) -> int:
         barrier.wait()
-        new.append(admit(store, ids))
+        return admit(store, ids)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(new) == [0, 0, 0, 10]
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(work, range(4))) == [0, 0, 0, 10]
 
 
 def test_an_approximate_branch_continues_only_whole_chunks() -> None:

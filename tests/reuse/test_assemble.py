@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost.cache.quantize import NewRows, Quantizer
-from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.arena import Arena
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -19,9 +18,8 @@ from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.reuse.assemble import Packer
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
-from support.chunks import ORIGIN, ROOT
+from support.chunks import ROOT, chunk_store
 from support.tiny import DEVICE
 
 SHAPE = KVShape(3, 2, 8, torch.float32, torch.device(DEVICE))
@@ -89,11 +87,7 @@ def test_many_chunks_take_as_many_calls_as_few(paged: PagedKV) -> None:
     counts = []
     for num_chunks in (2, 12):
         arena = Arena(partial(torch.zeros, dtype=torch.uint8), 1 << 20, Passed, block_bytes=1 << 20)
-        store = ChunkStore(
-            Tiers(Elsewhere(1 << 20, arena=arena)),
-            cut=lambda ids, _: fixed(len(ids), PAGE),
-            origin=ORIGIN,
-        )
+        store = chunk_store(Tiers(Elsewhere(1 << 20, arena=arena)), PAGE)
         ids = as_token_ids(range(num_chunks * PAGE))
         with Calls() as calls:
             new = store.admit(

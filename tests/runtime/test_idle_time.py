@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvboost.runtime.healing import LEAST_SECONDS, MOST_SECONDS, Quiet
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 def idle(quiet: Quiet, clock: Clock, seconds: float) -> float:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvboost import ConfigError, GenerationMode, KVBoost, StockModel
 from kvboost.cli.main import app
 from support.hybrids import hybrid_model
-from support.tiny import make_engine
+from support.tiny import make_engine, random_ids
 
 BASELINE, EXACT, MOVED = GenerationMode
 CLOSE = {"atol": 1e-3, "rtol": 0}
@@ -37,11 +37,6 @@ def stock() -> StockModel:
 
 def engine_of(**options: Any) -> KVBoost:
     return make_engine(model(), **{"state_every": 32, **options})
-
-
-def ids_of(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (length,), generator=generator).tolist()
 
 
 def expected(ids: list[int], count: int) -> list[int]:
@@ -81,7 +76,7 @@ def stored(engine: KVBoost) -> dict[int, bool]:
     st.lists(st.tuples(st.integers(1, 90), st.integers(0, 1), st.booleans()), max_size=5),
 )
 def test_a_prompt_goes_on_from_states_at_or_below_known_text(size, every, chunking, known) -> None:
-    ids, others = ids_of(90, 1), ids_of(90, 2)
+    ids, others = random_ids(90, 1), random_ids(90, 2)
     with engine_of(chunk_size=size, state_every=every, chunking=chunking) as engine:
         longest = 0
         for length, tail, answers in known:
@@ -98,12 +93,12 @@ def test_a_prompt_goes_on_from_states_at_or_below_known_text(size, every, chunki
 
 def test_states_are_kept_on_a_grid_and_where_prompts_and_answers_end() -> None:
     with engine_of() as engine:
-        answer(engine, ids_of(80, 1), 4)
+        answer(engine, random_ids(80, 1), 4)
         assert [end for end, has_state in sorted(stored(engine).items()) if has_state] == [
             *(32, 64, 79, 83)
         ]
-        answer(engine, ids_of(40, 2), mode=BASELINE)
-        engine.score(ids_of(40, 2), ids_of(40, 3))
+        answer(engine, random_ids(40, 2), mode=BASELINE)
+        engine.score(random_ids(40, 2), random_ids(40, 3))
         assert len(stored(engine)) == 6
 
 
@@ -118,34 +113,34 @@ def test_by_default_states_take_no_more_memory_than_rows() -> None:
 
 def test_where_prompts_part_states_are_kept_for_the_next() -> None:
     with engine_of(state_every=1000) as engine:
-        system = ids_of(50, 1)
-        assert answer(engine, system + ids_of(30, 2)) == 0
-        assert answer(engine, system + ids_of(30, 3)) == 0
-        result = engine.plan(system + ids_of(30, 4))
+        system = random_ids(50, 1)
+        assert answer(engine, system + random_ids(30, 2)) == 0
+        assert answer(engine, system + random_ids(30, 3)) == 0
+        result = engine.plan(system + random_ids(30, 4))
         assert result.cached_tokens == 50
-        assert answer(engine, system + ids_of(30, 4)) == 50
-        again = engine.plan(ids_of(50, 1)[:40] + ids_of(30, 5))
+        assert answer(engine, system + random_ids(30, 4)) == 50
+        again = engine.plan(random_ids(50, 1)[:40] + random_ids(30, 5))
         assert again.cached_tokens == 0 and "40 tokens are known" in again.notes[-1]
 
 
 def test_marks_of_a_prompt_have_states() -> None:
     with engine_of(state_every=1000) as engine:
-        system = ids_of(50, 1)
-        answer(engine, system + ids_of(30, 2), marks=[50])
+        system = random_ids(50, 1)
+        answer(engine, system + random_ids(30, 2), marks=[50])
         assert stored(engine)[50]
         for seed in (3, 4):
-            assert answer(engine, system + ids_of(30, seed)) == 50
+            assert answer(engine, system + random_ids(30, seed)) == 50
         with pytest.raises(ConfigError, match="marks"):
             engine.generate(system, marks=[51])
 
 
 def test_a_conversation_keeps_the_states_of_its_last_turns() -> None:
     with engine_of(state_every=1000) as engine:
-        ids, known = ids_of(40, 1), 0
+        ids, known = random_ids(40, 1), 0
         for turn in range(4):
             assert answer(engine, ids, 4) == known
             known = len(ids) + 3
-            ids = [*ids, *expected(ids, 4), *ids_of(20, 10 + turn)]
+            ids = [*ids, *expected(ids, 4), *random_ids(20, 10 + turn)]
         ends = [end for end, has_state in sorted(stored(engine).items()) if has_state]
         # Where the answer before the last one ended, before the last token of the last prompt,
         # and where the last answer ended.
@@ -156,34 +151,34 @@ def test_a_conversation_keeps_the_states_of_its_last_turns() -> None:
 
 def test_states_from_which_two_texts_go_on_stay() -> None:
     with engine_of(state_every=1000) as engine:
-        ids = ids_of(40, 1)
+        ids = random_ids(40, 1)
         answer(engine, ids, 4)
         past = [*ids, *expected(ids, 4)]
-        answer(engine, past + ids_of(20, 2), 4)
-        answer(engine, past + ids_of(20, 3), 4)
-        longer = past + ids_of(20, 2) + expected(past + ids_of(20, 2), 4)
+        answer(engine, past + random_ids(20, 2), 4)
+        answer(engine, past + random_ids(20, 3), 4)
+        longer = past + random_ids(20, 2) + expected(past + random_ids(20, 2), 4)
         for seed in (4, 5):
-            answer(engine, longer + ids_of(20, seed), 4)
-            longer = longer + ids_of(20, seed) + expected(longer + ids_of(20, seed), 4)
+            answer(engine, longer + random_ids(20, seed), 4)
+            longer = longer + random_ids(20, seed) + expected(longer + random_ids(20, seed), 4)
         assert stored(engine)[43]
-        assert answer(engine, past + ids_of(20, 6), 4) == 43
+        assert answer(engine, past + random_ids(20, 6), 4) == 43
 
 
 def test_states_that_a_chunk_lacks_are_added() -> None:
     with engine_of(state_every=1000) as engine:
-        ids = ids_of(64, 1)
+        ids = random_ids(64, 1)
         engine.warm(ids)
         assert stored(engine) == {16: False, 32: False, 48: False, 64: True}
         engine.warm(ids[:32])
         assert stored(engine)[32]
-        assert answer(engine, ids[:32] + ids_of(20, 2)) == 32
-        assert answer(engine, ids + ids_of(20, 2)) == 64
+        assert answer(engine, ids[:32] + random_ids(20, 2)) == 32
+        assert answer(engine, ids + random_ids(20, 2)) == 64
         assert engine.check_integrity() == []
 
 
 def test_drafts_are_not_made() -> None:
     with engine_of(speculate=8) as engine:
-        ids = ids_of(20, 1) * 3
+        ids = random_ids(20, 1) * 3
         for _ in range(2):
             result = engine.generate(ids, 12, EXACT, ignore_eos=True)
             assert result.token_ids == expected(ids, 12) and result.drafted_tokens == 0
@@ -191,7 +186,7 @@ def test_drafts_are_not_made() -> None:
 
 def test_a_cancelled_answer_leaves_what_was_computed() -> None:
     with engine_of(state_every=1000) as engine:
-        ids = ids_of(60, 1)
+        ids = random_ids(60, 1)
         stream = engine.stream(ids, 20, mode=EXACT, ignore_eos=True)
         next(iter(stream))
         stream.close()
@@ -200,7 +195,7 @@ def test_a_cancelled_answer_leaves_what_was_computed() -> None:
 
 def test_a_failed_prompt_leaves_nothing() -> None:
     with engine_of() as engine:
-        forward, ids, run = engine._model.forward, ids_of(90, 1), engine._model.forward._run
+        forward, ids, run = engine._model.forward, random_ids(90, 1), engine._model.forward._run
 
         def fail(segments: Any, cache: Any) -> torch.Tensor:
             if segments[0].first >= 64:
@@ -217,8 +212,8 @@ def test_a_failed_prompt_leaves_nothing() -> None:
 
 def test_requests_of_a_batch_are_cancelled_one_by_one() -> None:
     async def main(engine: KVBoost) -> list[int]:
-        first = engine.astream(ids_of(60, 1), 50, mode=EXACT, ignore_eos=True)
-        second = engine.astream(ids_of(50, 2), 5, mode=EXACT, ignore_eos=True)
+        first = engine.astream(random_ids(60, 1), 50, mode=EXACT, ignore_eos=True)
+        second = engine.astream(random_ids(50, 2), 5, mode=EXACT, ignore_eos=True)
         async for _ in first:
             break
         await first.aclose()
@@ -227,26 +222,26 @@ def test_requests_of_a_batch_are_cancelled_one_by_one() -> None:
         return second.result.token_ids
 
     with engine_of() as engine:
-        assert asyncio.run(main(engine)) == expected(ids_of(50, 2), 5)
-        assert answer(engine, ids_of(60, 1)) >= 59
+        assert asyncio.run(main(engine)) == expected(random_ids(50, 2), 5)
+        assert answer(engine, random_ids(60, 1)) >= 59
 
 
 def test_chunks_with_states_are_evicted() -> None:
     with engine_of(max_cache_bytes="60KiB") as engine:
         for seed in (1, 2, 3, 1, 4, 5, 2):
-            answer(engine, ids_of(70, seed))
+            answer(engine, random_ids(70, seed))
             assert engine.check_integrity() == []
         stats = engine.cache_stats()["tiers"]["ram"]
         assert 0 < stats["bytes"] <= 60 * 1024 < 7 * 70 * 256
-        answer(engine, ids_of(70, 2), 3)
+        answer(engine, random_ids(70, 2), 3)
 
 
 def test_the_next_engine_goes_on_from_states_on_disk(tmp_path: Path) -> None:
-    ids = ids_of(70, 1)
+    ids = random_ids(70, 1)
     with engine_of(disk_cache_dir=tmp_path) as engine:
         answer(engine, ids, 4)
     with engine_of(disk_cache_dir=tmp_path) as engine:
-        follow = [*ids, *expected(ids, 4), *ids_of(10, 2)]
+        follow = [*ids, *expected(ids, 4), *random_ids(10, 2)]
         result = engine.generate(follow, 3, EXACT, ignore_eos=True)
         assert result.cached_tokens == 73 and result.token_ids == expected(follow, 3)
         assert {span.tier for span in result.spans} == {"disk", None}
@@ -265,7 +260,7 @@ def test_the_next_engine_goes_on_from_states_on_disk(tmp_path: Path) -> None:
 
 
 def test_other_machines_find_states_on_the_grid(tmp_path: Path) -> None:
-    ids, url = ids_of(90, 1), f"file://{tmp_path}"
+    ids, url = random_ids(90, 1), f"file://{tmp_path}"
     remote = {"remote_cache_url": url, "remote_cache_bytes": 1 << 30}
     with engine_of(**remote) as engine:
         answer(engine, ids)
@@ -277,20 +272,20 @@ def test_other_machines_find_states_on_the_grid(tmp_path: Path) -> None:
 
 def test_pins_and_forgetting() -> None:
     with engine_of(max_cache_bytes="60KiB", max_pinned_bytes="30KiB") as engine:
-        ids = ids_of(50, 1)
+        ids = random_ids(50, 1)
         assert engine.pin(ids).tokens == 50
         for seed in (2, 3, 4, 5):
-            answer(engine, ids_of(70, seed))
-        assert answer(engine, ids + ids_of(20, 6)) == 50
+            answer(engine, random_ids(70, seed))
+        assert answer(engine, ids + random_ids(20, 6)) == 50
         engine.drop_pin(engine.pins()[0].name)
         assert engine.forget(ids) > 0
-        assert answer(engine, ids + ids_of(20, 6)) == 0
+        assert answer(engine, ids + random_ids(20, 6)) == 0
         assert engine.check_integrity() == []
 
 
 def test_prompts_are_described_scored_and_verified() -> None:
     with engine_of() as engine:
-        ids = ids_of(70, 1)
+        ids = random_ids(70, 1)
         whole = engine.generate(ids, 2, BASELINE, prompt_logprobs=0, ignore_eos=True)
         engine.warm(ids[:40])
         result = engine.generate(ids, 2, EXACT, ignore_eos=True, exactness="verified")
@@ -306,7 +301,7 @@ def test_prompts_are_described_scored_and_verified() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_states_stay_whole_beside_quantised_rows(bits: int) -> None:
     with engine_of(kv_cache_bits=bits) as engine:
-        ids = ids_of(90, 1)
+        ids = random_ids(90, 1)
         first = engine.generate(ids, 1, EXACT)
         again = engine.generate(ids, 1, EXACT)
         assert (first.cached_tokens, again.cached_tokens) == (0, 89)
@@ -315,8 +310,8 @@ def test_states_stay_whole_beside_quantised_rows(bits: int) -> None:
 
 def test_a_text_that_a_loop_reads_has_states_at_its_end_only() -> None:
     with engine_of(state_every=1000) as engine:
-        asyncio.run(engine.awarm(ids_of(40, 1)))
+        asyncio.run(engine.awarm(random_ids(40, 1)))
         assert stored(engine) == {16: False, 32: False, 40: True}
         for seed in (2, 3):
-            answer(engine, ids_of(40, 1) + ids_of(20, seed))
+            answer(engine, random_ids(40, 1) + random_ids(20, seed))
         assert stored(engine)[40]

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from kvboost.runtime.scheduler import LEAST_SLICE, QUICK_ROWS, Patience
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 class Costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,9 @@ from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.mixed import states_of
 from kvboost.cache.quantize import KVData, NewRows, plain
+from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.open import Tiers
+from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
 
 ROOT = root_key("model", "")
@@ -23,6 +27,18 @@ def packing(rows: torch.Tensor) -> Pack:
         return [plain(rows[:, :, :, part.start : part.end].contiguous()) for part in parts]
 
     return pack
+
+
+def running_sums(ids: Sequence[int], dim: int = 1) -> torch.Tensor:
+    """KV that depends on everything before it: the sum of all tokens so far."""
+    sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
+    return sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), dim)
+
+
+def chunk_store(tiers: Tiers, size: int, **options: Any) -> ChunkStore:
+    """A store that cuts texts into chunks of ``size`` tokens."""
+    options = {"origin": ORIGIN, **options}
+    return ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), size), **options)
 
 
 def make_chunk(

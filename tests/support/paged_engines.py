@@ -9,6 +9,8 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.model.paged.forward import PagedForward
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.steps import Steps
 from kvboost.runtime.paged_backend import PagedBackend
 from support.tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
@@ -54,6 +56,13 @@ def use_pages(
         use_torch_kernels(monkeypatch)
     for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
         monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
+
+
+def paged_kv(slab: Slab, num_rows: int) -> PagedKV:
+    """The KV of a request with pages for so many rows."""
+    holding = slab.take(num_rows)
+    assert holding is not None
+    return PagedKV(slab, holding)
 
 
 def forward_of(engine: KVBoost) -> PagedForward:

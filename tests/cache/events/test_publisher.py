@@ -11,12 +11,10 @@ import zmq
 
 from kvboost import ConfigError, KVEvents
 from kvboost.cache.events.publisher import EventPublisher
-from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
-from support.chunks import ORIGIN, ROOT, packing
+from support.chunks import ROOT, chunk_store, packing
 from support.kv_events import Subscriber
 
 CHUNK, BLOCK = 8, 4
@@ -28,12 +26,8 @@ class Published:
     """A store for ``max_rows``, published."""
 
     def __init__(self, settings: KVEvents, max_rows: int = 1000, max_waiting: int = 100) -> None:
-        self.store = ChunkStore(
-            Tiers(RamTier(max_rows * ROW_BYTES)),
-            cut=lambda ids, _: fixed(len(ids), CHUNK),
-            origin=ORIGIN,
-            window=CHUNK,
-        )
+        tiers = Tiers(RamTier(max_rows * ROW_BYTES))
+        self.store = chunk_store(tiers, CHUNK, window=CHUNK)
         self.publisher = EventPublisher(
             settings, ROOT, medium="CPU", is_known=self.store.__contains__, max_waiting=max_waiting
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,23 +26,16 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.cache.tiers.stats import RemoteStats
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
-from support.chunks import ORIGIN, ROOT, packing
+from support.chunks import ORIGIN, ROOT, chunk_store, packing, running_sums
 
 CHUNK = 4
 DIM = 64
 CHUNK_BYTES = 2 * 4 * DIM * CHUNK
 
 
-def kv_of(ids: list[int]) -> torch.Tensor:
-    """KV that is a function of everything before it: the running sum of the tokens."""
-    sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
-    return sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), DIM)
-
-
 def rows_of(ids: list[int]) -> Pack:
-    return packing(kv_of(ids))
+    return packing(running_sums(ids, DIM))
 
 
 @pytest.fixture
@@ -63,11 +57,7 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., ChunkStore]]:
             None if disk is None else DiskTier(tmp_path / folder, disk * 4 * CHUNK_BYTES),
             remote,
         )
-        opened.append(
-            ChunkStore(
-                tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=origin, window=CHUNK
-            )
-        )
+        opened.append(chunk_store(tiers, CHUNK, origin=origin, window=CHUNK))
         return opened[-1]
 
     yield open_store
@@ -81,7 +71,7 @@ def admit(store: ChunkStore, ids: list[int], root: str = ROOT) -> int:
 
 def hits(store: ChunkStore, ids: list[int], root: str = ROOT) -> list[str]:
     """The tiers that serve the beginning of ``ids``; the rows must be what was stored."""
-    expected = kv_of(ids)
+    expected = running_sums(ids, DIM)
     while True:
         with store.lookup(root, as_token_ids(ids)) as known:
             try:
@@ -309,16 +299,9 @@ def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
 ) -> None:
     folder = tmp_path_factory.mktemp("kv")
     disk_bytes = disk * 4 * CHUNK_BYTES
-    store = ChunkStore(
-        Tiers(
-            RamTier(ram * CHUNK_BYTES),
-            GpuTier(gpu * CHUNK_BYTES, torch.device("cpu")),
-            DiskTier(folder, disk_bytes),
-        ),
-        cut=lambda ids, _: fixed(len(ids), CHUNK),
-        origin=ORIGIN,
-        window=CHUNK,
-    )
+    gpu_tier = GpuTier(gpu * CHUNK_BYTES, torch.device("cpu"))
+    tiers = Tiers(RamTier(ram * CHUNK_BYTES), gpu_tier, DiskTier(folder, disk_bytes))
+    store = chunk_store(tiers, CHUNK, window=CHUNK)
     try:
         for number, ids in enumerate(prompts):
             hits(store, ids)
@@ -339,21 +322,17 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
     """Hits stay right and every budget holds while everything happens at once."""
     monkeypatch.setattr(writer_module, "COLD_SECONDS", 0.0)
     store = open_store(ram=10, disk=12, gpu=4)
-    failures: list[BaseException] = []
     over: list[str] = []
     done = threading.Event()
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
-        try:
-            for _ in range(60):
-                ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
-                hits(store, ids)
-                admit(store, ids)
-                if rng.random() < 0.05:
-                    store.forget_text([as_token_ids(ids[:6])])
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(60):
+            ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
+            hits(store, ids)
+            admit(store, ids)
+            if rng.random() < 0.05:
+                store.forget_text([as_token_ids(ids[:6])])
 
     def watch() -> None:
         while not done.is_set():
@@ -363,15 +342,12 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
             if bytes_in(tmp_path / "kv") > 12 * 4 * CHUNK_BYTES:
                 over.append("disk really")
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
-    watcher = threading.Thread(target=watch)
-    for thread in [*threads, watcher]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.set()
-    watcher.join()
-    assert failures == [] and over == []
+    with ThreadPoolExecutor(6) as pool:
+        watching = pool.submit(watch)
+        working = [pool.submit(work, seed) for seed in range(5)]
+        wait(working)
+        done.set()
+    assert [one.exception() for one in (*working, watching)] == [None] * 6 and over == []
     store.flush()
     stats = store.stats()
     assert stats.in_use == 0 and stats.moves.promoted > 0 and stats.moves.demoted > 0

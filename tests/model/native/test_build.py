@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_float32_needs_no_particular_processor_and_is_compiled_once(
     needs_compiler()
     monkeypatch.setattr(build, "_processor", frozenset)
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # nothing is computed with it
+    monkeypatch.setattr(build, "TUNING", {})
     assert build.why_not(FLOAT32) is None
     (made,) = (tmp_path / "native").iterdir()
     before = made.stat().st_mtime_ns
@@ -85,32 +87,41 @@ def test_float32_needs_no_particular_processor_and_is_compiled_once(
     assert build.describe(FLOAT32).startswith("float32 portable (")
 
 
-def test_the_float32_kernels_equal_naive_loops_on_the_oldest_processor(tmp_path: Path) -> None:
-    """Compiled without wide vectors and without a warning; ``check.c`` compares them."""
-    needs_compiler()
-    folders = (build.FOLDER, build.FOLDER / build.QUANTIZED, build.FOLDER / "float32")
-    sources = [path for folder in folders for path in folder.glob("*.c")]
-    flags = ["-O1", "-fopenmp", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror"]
-    program, check = tmp_path / "check", Path(__file__).with_name("check.c")
-    subprocess.run(["cc", *flags, check, *sources, "-o", program, "-lm"], check=True)
+STRICT = ["cc", "-O1", "-fopenmp", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror"]
+
+
+def compiled(folder: Path, sources: Iterable[Path], *flags: str) -> list[Path]:
+    """The objects of ``sources``, compiled without a warning."""
+    folder.mkdir()
+    subprocess.run([*STRICT, *flags, "-c", *sources], cwd=folder, check=True)
+    return sorted(folder.glob("*.o"))
+
+
+def check(source: str, folder: Path, objects: list[Path]) -> str:
+    """Links and runs a program that compares kernels with naive loops; returns what it says."""
+    program, path = folder / "check", Path(__file__).with_name(source)
+    subprocess.run([*STRICT, path, *objects, "-o", program, "-lm"], check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.stdout.endswith("all equal\n"), done.stdout
+    return done.stdout
 
 
-@pytest.mark.parametrize("flags", [(), ("-mavx2", "-mfma", "-mf16c")], ids=["oldest", "AVX2"])
-def test_quantized_products_equal_naive_loops_on_older_processors(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_kernels_equal_naive_loops_on_the_oldest_processor(tmp_path: Path) -> None:
+    """Without wide vectors."""
     needs_compiler()
-    if flags and "avx2" not in build._processor():
+    quantized = compiled(tmp_path / "quantized", (build.FOLDER / build.QUANTIZED).glob("*.c"))
+    others = [*build.FOLDER.glob("*.c"), *(build.FOLDER / "float32").glob("*.c")]
+    check("check.c", tmp_path, [*compiled(tmp_path / "others", others), *quantized])
+    assert "AVX2" not in check("check_quantized.c", tmp_path, quantized)
+
+
+def test_quantized_products_equal_naive_loops_with_avx2(tmp_path: Path) -> None:
+    needs_compiler()
+    if "avx2" not in build._processor():
         pytest.skip("this processor has no AVX2")
-    program, check = tmp_path / "check", Path(__file__).with_name("check_quantized.c")
     sources = (build.FOLDER / build.QUANTIZED).glob("*.c")
-    strict = ("-O1", "-fopenmp", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror")
-    subprocess.run(["cc", *strict, *flags, check, *sources, "-o", program, "-lm"], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("all equal\n"), done.stdout
-    assert ("AVX2" in done.stdout) == bool(flags)
+    quantized = compiled(tmp_path / "quantized", sources, "-mavx2", "-mfma", "-mf16c")
+    assert "AVX2" in check("check_quantized.c", tmp_path, quantized)
 
 
 def test_a_model_answers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

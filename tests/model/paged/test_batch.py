@@ -9,9 +9,8 @@ from kvboost import KVBoost
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.batch import PagedBatch
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from support.paged_engines import TWO_LAYERS, paged_engine
+from support.paged_engines import TWO_LAYERS, paged_engine, paged_kv
 from support.tiny import DEVICE
 
 NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "gpt_oss", "cohere", "gpt2"]
@@ -45,11 +44,7 @@ def kvs_of(engine: KVBoost, paged: bool) -> list[RequestKV]:
     if not paged:
         return [RequestKV(forward.shape, 80) for _ in range(3)]
     slab = Slab(forward.shape, num_pages=24, num_requests=4)
-    kvs: list[RequestKV] = []
-    for _ in range(3):
-        holding = slab.take(PAGE)
-        assert holding is not None
-        kvs.append(PagedKV(slab, holding))
+    kvs: list[RequestKV] = [paged_kv(slab, PAGE) for _ in range(3)]
     for kv in kvs:
         kv.reserve(80)  # their pages alternate
     return kvs

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvboost.model.paged import layers
 from kvboost.model.paged.forward import PagedForward
@@ -24,14 +25,16 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         use_torch_kernels(monkeypatch)
 
 
+def paged_forward(model: PreTrainedModel) -> PagedForward:
+    forward = make_engine(model)._model.forward
+    return PagedForward(forward, Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt_oss"])
 def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     model = tiny_model(name, **TWO_LAYERS)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
-    engine = make_engine(model)
-    forward = engine._model.forward
-    slab = Slab(forward.shape, num_pages=4, num_requests=1)
-    paged = PagedForward(forward, slab, NoCapture())
+    paged = paged_forward(model)
     assert paged.layers is not None
     assert paged.layers.note is None and len(paged.layers) == 2
     attention = model.model.layers[0].self_attn
@@ -49,27 +52,20 @@ def test_layers_with_experts_are_compared_before_rounding_chooses_the_experts() 
     for layer in model.model.layers:
         layer.mlp.router.weight.data.zero_()  # all are equal
         layer.mlp.router.bias.data.zero_()
-    forward = make_engine(model)._model.forward
-    slab = Slab(forward.shape, num_pages=4, num_requests=1)
-    ours = PagedForward(forward, slab, NoCapture()).layers
+    ours = paged_forward(model).layers
     assert ours is not None and len(ours) == 2 and ours.note is None
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
 def test_other_layers_are_left_alone(name: str) -> None:
-    engine = make_engine(tiny_model(name, **SMALL))
-    forward = engine._model.forward
-    slab = Slab(forward.shape, num_pages=4, num_requests=1)
-    ours = PagedForward(forward, slab, NoCapture()).layers
+    ours = paged_forward(tiny_model(name, **SMALL)).layers
     assert ours is not None and len(ours) == 0 and "no decoder layers" in str(ours.note)
 
 
 def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "gate", lambda rows, _: rows[:, : rows.shape[1] // 2])
     model = tiny_model("llama", **SMALL)
-    forward = make_engine(model)._model.forward
-    slab = Slab(forward.shape, num_pages=4, num_requests=1)
-    ours = PagedForward(forward, slab, NoCapture()).layers
+    ours = paged_forward(model).layers
     assert ours is not None and "were off by" in str(ours.note)
     assert "forward" not in vars(model.model.layers[0])
 

@@ -19,7 +19,7 @@ from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import FLASH, LongKernel, Part, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
-from support.paged_engines import TWO_LAYERS, forward_of, paged_engine
+from support.paged_engines import TWO_LAYERS, forward_of, paged_engine, paged_kv
 from support.tiny import DEVICE
 
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
@@ -73,9 +73,7 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
     def read(kv: RequestKV) -> list[torch.Tensor]:
         other = Segment(RequestKV(forward.shape, 40), ids_of(40, 1), range(40))
         if isinstance(kv, PagedKV):
-            holding = slab.take(40)
-            assert holding is not None
-            other.kv = PagedKV(slab, holding)
+            other.kv = paged_kv(slab, 40)
         found = [forward([Segment(kv, ids[list(rows)], rows)]) for rows in slices[:-1]]
         return [*found, forward([Segment(kv, ids[102:], slices[-1]), other]), kv.rows(0, 150)]
 
@@ -84,9 +82,7 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
         layers = PagedForward(forward, slab, NoCapture()).layers
         assert layers is not None and len(layers) == 2
         kernel.seen.clear()
-    holding = slab.take(150)
-    assert holding is not None
-    for ours, theirs in zip(read(PagedKV(slab, holding)), expected, strict=True):
+    for ours, theirs in zip(read(paged_kv(slab, 150)), expected, strict=True):
         assert torch.allclose(ours, theirs, atol=CLOSE, rtol=CLOSE)
     assert kernel.seen == {
         (64, 64, True),
@@ -134,10 +130,9 @@ def test_many_segments_are_one_launch_of_our_kernel(monkeypatch: pytest.MonkeyPa
     def batch_of(count: int) -> PagedBatch:
         segments = []
         for _ in range(count):
-            holding = slab.take(PAGE)
-            assert holding is not None
-            segments.append(Segment(PagedKV(slab, holding), ids_of(20), range(20)))
-            slab.release(holding)
+            kv = paged_kv(slab, PAGE)
+            segments.append(Segment(kv, ids_of(20), range(20)))
+            slab.release(kv.holding)
         return PagedBatch(segments)
 
     assert len(batch_of(4)._plan(None, None, 4).long) == 4

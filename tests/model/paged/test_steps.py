@@ -14,7 +14,7 @@ from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.paged.slab import SCRATCH, Slab
 from kvboost.model.paged.steps import Steps, bucket_of
-from support.paged_engines import paged_engine
+from support.paged_engines import paged_engine, paged_kv
 from support.replay_again import ReplayAgain
 
 GREEDY = SamplingParams()
@@ -39,9 +39,7 @@ class Requests:
     def start(self, length: int, params: SamplingParams = GREEDY) -> int:
         """Reads a prompt and picks the first token; returns the number of the request."""
         ids = [(7 * length + 3 * index) % 256 for index in range(length)]
-        holding = self.slab.take(length + 20)
-        assert holding is not None
-        kv = PagedKV(self.slab, holding)
+        kv = paged_kv(self.slab, length + 20)
         sampler = self.forward.sampler(kv, params, GenerationConfig(), ids)
         assert isinstance(sampler, RowSampler)
         (logits,) = self.forward.run([Segment(kv, torch.tensor(ids), range(length))])
@@ -73,11 +71,9 @@ class Requests:
         """Its greedy tokens by whole forwards."""
         ids = self.ids[number][:prompt]
         while len(ids) < len(self.ids[number]):
-            holding = self.slab.take(len(ids))
-            assert holding is not None
-            kv = PagedKV(self.slab, holding)
+            kv = paged_kv(self.slab, len(ids))
             ids.append(int(self.whole([Segment(kv, torch.tensor(ids), range(len(ids)))]).argmax()))
-            self.slab.release(holding)
+            self.slab.release(kv.holding)
         return ids
 
 

@@ -11,14 +11,13 @@ from kvboost.model import triton
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.segment import Hook, Segment
 from kvboost.model.paged.forward import PagedForward
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
-from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
+from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine, paged_kv
 from support.replay_again import ReplayAgain
 from support.tiny import DEVICE
 
@@ -49,9 +48,7 @@ class Two:
         slab.take(20)
         backend._use_slab(slab)
         self.backend, self.forward = backend, backend.forward
-        holding = slab.take(PROMPT)
-        assert holding is not None
-        self.paged, self.plain = PagedKV(slab, holding), RequestKV(shape, PROMPT)
+        self.paged, self.plain = paged_kv(slab, PROMPT), RequestKV(shape, PROMPT)
         rows = torch.randn(self.plain.data[:, :, :, :45].shape).to(DEVICE)
         for kv in (self.paged, self.plain):
             with kv.filling(0, 45) as known:

@@ -8,14 +8,7 @@ from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.fsspec import FsspecBackend
 from kvboost.cache.tiers.remote.tier import RemoteTier
 from support.chunks import ROOT
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 def call(breaker: Breaker, succeeds: bool) -> bool:
