@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
+from kvboost.model.loading.load import LoadedModel
+from kvboost.runtime import loading
 from support.homes import use_home
 from support.live_server import live_server
 from support.page_code import (
@@ -62,13 +66,32 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture(scope="module")
+def spare() -> dict[str, list[LoadedModel]]:
+    """Models that no engine has any more, by how they were loaded. To load one takes seconds."""
+    return defaultdict(list)
+
+
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: dict[str, list[LoadedModel]]
+) -> Iterator[None]:
     """Works in a folder that looks like a clone to the examples; they may leave files in it. What
     one page calibrates, no other page uses."""
     shutil.copy(ROOT / "LICENSE", tmp_path)
     monkeypatch.chdir(tmp_path)
     use_home(monkeypatch, tmp_path / "home", models=True)
+    load, taken = loading.load, []
+
+    def load_or_take(name: str, **options: Any) -> LoadedModel:
+        kind = f"{name} {options}"
+        taken.append((kind, spare[kind].pop() if spare[kind] else load(name, **options)))
+        return taken[-1][1]
+
+    monkeypatch.setattr(loading, "load", load_or_take)
+    yield
+    for kind, model in taken:
+        spare[kind].append(model)
 
 
 @pytest.mark.usefixtures("clone")

@@ -32,9 +32,9 @@ def find(page_hash: bytes) -> int:
 class Busy:
     """A Later whose last requests loaded nothing; ``counts`` is what became of requests."""
 
-    def __init__(self, is_on: bool = True) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.later = Later(PAGE, lambda outcome: self.counts.update([outcome]), is_on=is_on)
+        self.later = Later(PAGE, lambda outcome: self.counts.update([outcome]), is_on=True)
         self.number = 0
         for number in range(USELESS):
             self.number += 1
