@@ -282,6 +282,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if self._leaving is not None or not self._is_kept(served):
             return
+        if any(0 in table for table in block_ids):  # the null page: vLLM has freed some rows
+            return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids[0]) * self._page)
         exact_rows, exact_pages = num_rows, num_rows // self._page
@@ -414,9 +416,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """Forgets everything."""
+        """Forgets everything, also what waits for pages: the weights may be others now."""
         self._finish_ended()
         self._later.forget()
+        for served in self._served.values():
+            self._let_go(served)
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True
