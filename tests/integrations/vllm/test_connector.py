@@ -224,6 +224,27 @@ def test_a_load_begins_when_its_chunks_are_held(windowed: Scheduler, connector: 
     assert sent.tables == (tuple(pages[:9]), tuple(others[:9])) and sent.infos == load.infos
 
 
+def test_requests_wait_while_much_is_held_for_others(
+    windowed: Scheduler, connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "HELD_ROWS", 200)
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    requests = [windowed.begin(name, ids + text(2, 50)) for name in "bcd"]
+    matched = windowed.connector.get_num_new_matched_tokens
+    for request in requests:
+        assert matched(request, 0) == (None, False)
+    assert [load.request_id for load in windowed.step().fetches] == ["b", "c"]
+    report(windowed, connector, fetched={("b", 0), ("c", 0)})
+    assert matched(requests[0], 0) == (144, True)
+    windowed.connector.update_state_after_alloc(requests[0], Blocks(*tables(1, 200)), 144)
+    assert matched(requests[2], 0) == (None, False)
+    assert [load.request_id for load in windowed.step().fetches] == ["d"]
+    windowed.end(requests[1])
+    windowed.end(requests[2])
+    assert windowed.connector._held_rows == 0
+
+
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
     ids = text(1, 150)
     read(windowed, "a", ids)
