@@ -65,6 +65,14 @@ def test_a_request_is_kept_when_it_ends(scheduler: Scheduler) -> None:
     assert scheduler.known(scheduler.begin("b", text(1) + text(2))) == 200 // PAGE * PAGE
 
 
+def test_a_request_without_some_of_its_pages_is_not_kept(scheduler: Scheduler) -> None:
+    """Of attention to some places, vLLM frees pages between those that it keeps."""
+    request = scheduler.begin("a", text(1))
+    scheduler.connector.request_finished(request, [1, 2, 0, 0, *range(5, 14)])
+    assert not scheduler.step().keeps
+    assert scheduler.known(scheduler.begin("b", text(1) + text(2))) == 0
+
+
 def test_it_is_put_off_in_a_crowd_and_kept_when_that_has_gone(scheduler: Scheduler) -> None:
     staying = crowd(scheduler)
     request = put_off(scheduler, 50_000)
@@ -216,6 +224,27 @@ def test_a_load_begins_when_its_chunks_are_held(windowed: Scheduler, connector: 
     assert sent.tables == (tuple(pages[:9]), tuple(others[:9])) and sent.infos == load.infos
 
 
+def test_requests_wait_while_much_is_held_for_others(
+    windowed: Scheduler, connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "HELD_ROWS", 200)
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    requests = [windowed.begin(name, ids + text(2, 50)) for name in "bcd"]
+    matched = windowed.connector.get_num_new_matched_tokens
+    for request in requests:
+        assert matched(request, 0) == (None, False)
+    assert [load.request_id for load in windowed.step().fetches] == ["b", "c"]
+    report(windowed, connector, fetched={("b", 0), ("c", 0)})
+    assert matched(requests[0], 0) == (144, True)
+    windowed.connector.update_state_after_alloc(requests[0], Blocks(*tables(1, 200)), 144)
+    assert matched(requests[2], 0) == (None, False)
+    assert [load.request_id for load in windowed.step().fetches] == ["d"]
+    windowed.end(requests[1])
+    windowed.end(requests[2])
+    assert windowed.connector._held_rows == 0
+
+
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
     ids = text(1, 150)
     read(windowed, "a", ids)
@@ -242,6 +271,22 @@ def test_chunks_are_let_go_when_another_load_is_needed(windowed: Scheduler, conn
     report(windowed, connector, fetched={("b", 32)})
     assert matched(request, 32) == (112, True)
     windowed.end(request)
+    assert windowed.step().cancelled == ["b"]
+
+
+def test_chunks_that_wait_for_pages_are_let_go_by_a_reset(
+    windowed: Scheduler, connector: Any
+) -> None:
+    """Weights may have changed: rows of those before must not be loaded."""
+    ids = text(1, 150)
+    read(windowed, "a", ids)
+    request = windowed.begin("b", ids + text(2, 50))
+    matched = windowed.connector.get_num_new_matched_tokens
+    assert matched(request, 0) == (None, False)
+    windowed.step()
+    report(windowed, connector, fetched={("b", 0)})
+    windowed.connector.reset_cache()
+    assert matched(request, 0) == (0, False)
     assert windowed.step().cancelled == ["b"]
 
 

@@ -9,7 +9,14 @@ NAMES = (("layers.1", "layers.3"), ("layers.0", "layers.2"))
 
 def test_layers_are_numbered_as_the_model_runs_them() -> None:
     groups = Groups((None, 128), NAMES)
-    assert groups.layers(["layers.0", "layers.1", "layers.2", "layers.3"]) == [[1, 3], [0, 2]]
+    names = ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert groups.layers(dict.fromkeys(names)) == [[1, 3], [0, 2]]
+
+
+def test_a_layer_that_reads_the_rows_of_another_is_in_its_group() -> None:
+    groups = Groups((None, 128), (("layers.0",), ("layers.1",)))
+    targets = {"layers.0": None, "layers.1": None, "layers.2": "layers.1", "layers.3": "layers.0"}
+    assert groups.layers(targets) == [[0, 3], [1, 2]]
 
 
 @pytest.mark.parametrize(

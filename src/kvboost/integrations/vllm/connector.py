@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 LATER_ROWS, IDLE_ROWS = 4096, 32_768
 """Rows of requests that were put off and are kept together: beside others, and alone."""
 
+HELD_ROWS = 65_536
+"""With so many rows in chunks that are held for requests without pages, others wait: all that wait
+would need more memory than the cache may have."""
+
 logger = init_logger("vllm.kvboost")
 
 
@@ -84,6 +88,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._commands = Commands(self._planner, self._tally)
         self._pool: BlockPool | None = None
         self._served: dict[str, Served] = {}
+        self._held_rows = 0
+        """Of loads whose chunks the workers hold, or are about to, without pages for them."""
         self._step = Step()
         self._ended: list[Ended] = []
         """Requests whose answers are on their way, and of which rows are to be kept."""
@@ -161,8 +167,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._groups.is_one:
             # With several groups, vLLM cannot compute the rows of a load that fails. So it begins
             # when it cannot fail any more.
-            if served.fetched is None:
-                served.fetched = load
+            if served.fetched is None and self._held_rows < HELD_ROWS:
+                self._hold(served, load)
                 self._step.fetches.append(load)
             if not served.is_fetched:
                 return None, False
@@ -173,11 +179,16 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return load.end - num_computed_tokens, True
 
+    def _hold(self, served: Served, load: Load | None) -> None:
+        for one, sign in ((served.fetched, -1), (load, 1)):
+            self._held_rows += 0 if one is None else sign * (one.end - one.first)
+        served.fetched, served.is_fetched = load, False
+
     def _let_go(self, served: Served) -> None:
         """The chunks of a load that was not sent need not be held any more."""
         if served.fetched is not None:
             self._step.cancelled.append(served.fetched.request_id)
-            served.fetched, served.is_fetched = None, False
+            self._hold(served, None)
             served.planned = None, None
 
     def _give_up_fetching(self, served: Served) -> None:
@@ -204,7 +215,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             last = load.end // self._page
             tables = tuple(tuple(table[:last]) for table in blocks.get_block_ids())
             served.load, served.is_loading = replace(load, tables=tables), True
-            served.fetched = None
+            self._hold(served, None)
             self._tally.start(request.request_id)
             self._later.on_load()
             self._step.loads.append(served.load)
@@ -281,6 +292,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._step.cancelled.append(request_id)
             return
         if self._leaving is not None or not self._is_kept(served):
+            return
+        if any(0 in table for table in block_ids):  # the null page: vLLM has freed some rows
             return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids[0]) * self._page)
@@ -414,9 +427,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """Forgets everything."""
+        """Forgets everything, also what waits for pages: the weights may be others now."""
         self._finish_ended()
         self._later.forget()
+        for served in self._served.values():
+            self._let_go(served)
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True

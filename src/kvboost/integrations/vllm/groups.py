@@ -7,7 +7,7 @@ freed is 0 in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,10 +48,17 @@ class Groups:
         """The rows of the smallest window; None if vLLM keeps all rows of all layers."""
         return min((one for one in self.windows if one is not None), default=None)
 
-    def layers(self, names: Sequence[str]) -> list[list[int]]:
-        """The numbers of each group's layers, where ``names`` are those of all layers in order."""
-        number = {name: number for number, name in enumerate(names)}
-        return [[number[name] for name in group if name in number] for group in self.names]
+    def layers(self, targets: Mapping[str, str | None]) -> list[list[int]]:
+        """The numbers of each group's layers. ``targets`` are all layers in order, each with the
+        layer whose rows it reads if it has none: vLLM's groups do not name it."""
+        return [
+            [
+                number
+                for number, (name, target) in enumerate(targets.items())
+                if name in group or target in group
+            ]
+            for group in self.names
+        ]
 
 
 def first_row(tables: Sequence[Sequence[int]], page: int) -> int:

@@ -120,10 +120,11 @@ class Worker:
             layers = self._config.compilation_config.static_forward_context
             self._runner = find_runner()
             names = sorted(caches, key=_layer_number)  # several groups are not in this order
+            shared = "kv_sharing_target_layer_name"
             self._pages = Pages(
                 {name: caches[name] for name in names},
                 [layers[name] for name in names],
-                self._groups.layers(names),
+                self._groups.layers({name: getattr(layers[name], shared, None) for name in names}),
             )
         except (UnsupportedModelError, KeyError, AttributeError) as error:
             self._problem = str(error)
