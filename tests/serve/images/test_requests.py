@@ -199,6 +199,12 @@ def test_a_running_server_takes_over_other_hosts(server, client, site, url) -> N
     assert client.post(path, json=body).status_code == 200 and len(site.asked) == 1
 
 
+def test_a_server_that_stops_refuses_to_fetch(server, client, site, url, monkeypatch) -> None:
+    monkeypatch.setattr(server.server.state, "images", None)
+    path, body = chat(url)
+    assert client.post(path, json=body).status_code == 503 and not site.asked
+
+
 def test_a_server_that_stops_leaves_no_thread(fake) -> None:
     def fetches() -> bool:
         return any(thread.name == "kvboost-images" for thread in threading.enumerate())

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive
 
+from kvboost.errors import ShuttingDownError
 from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
 from kvboost.serve.http.json_text import JsonBudget, JsonTextError, parse_json
@@ -89,10 +90,12 @@ async def _checked(
     checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
     if not context.to_fetch:
         return checked, context
-    assert server.images is not None and hosts is not None and limits is not None
+    assert hosts is not None and limits is not None
+    if (images := server.images) is None:
+        raise ShuttingDownError("the server is stopping and fetches no images any more")
     fetched = await unless_gone(
         request.receive,
-        server.images.fetch(
+        images.fetch(
             context.to_fetch,
             hosts,
             most=limits.max_bytes,
