@@ -400,7 +400,7 @@ class KVBoost:
         state = self._requests.begin(prompt, max_new_tokens, mode, options)
         state.shows_ids = True
         job = self._loop.submit(state, listen(state), timeout=timeout)
-        return lambda: self._loop.cancel(job)
+        return self._loop.canceller(job)
 
     def generate_batch(
         self,

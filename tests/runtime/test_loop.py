@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -347,6 +349,28 @@ def test_a_waiting_request_can_be_cancelled(
         assert len(first.result.token_ids) == 20
 
     asyncio.run(leave())
+
+
+def test_a_request_that_has_ended_is_freed_without_the_garbage_collector(
+    make: Callable[..., KVBoost],
+) -> None:
+    """It looks rarely through a process as large as a server, and a request holds its prompt, what
+    was planned of it, and on a GPU some of its logits."""
+    engine = make()
+    freed = threading.Event()
+
+    async def read() -> None:
+        stream = engine.astream(TEXT[:40], 2)
+        weakref.finalize(stream._state, freed.set)
+        async for _ in stream:
+            pass
+
+    gc.disable()
+    try:
+        asyncio.run(read())
+        assert freed.wait(20)
+    finally:
+        gc.enable()
 
 
 def test_a_prompt_is_looked_up_when_it_arrives(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -144,7 +145,7 @@ class Loop:
         """Queues a request; its answer can be read in this event loop."""
         stream = AsyncTextStream(state)
         job = self.submit(state, stream, timeout=timeout)
-        stream.on_close(lambda: self.cancel(job))
+        stream.on_close(self.canceller(job))
         return stream
 
     def _start_thread(self) -> None:
@@ -189,6 +190,17 @@ class Loop:
         with self._changed:
             job.cancelled = True
             self._changed.notify_all()
+
+    def canceller(self, job: Job) -> Callable[[], None]:
+        """Cancels the request, if it has not ended. What its listener holds: it does not keep the
+        request alive, which holds the listener, so both are freed without the garbage collector."""
+        found = weakref.ref(job)
+
+        def cancel() -> None:
+            if (there := found()) is not None:
+                self.cancel(there)
+
+        return cancel
 
     def stats(self) -> LoopStats:
         held, spared = self._runtime.running.nbytes()
