@@ -1,5 +1,5 @@
 """``kvboost demo``: a growing chat, a code file asked about three times, and the same documents in
-three orders, each prompt without and with reuse."""
+other orders, each prompt without and with reuse."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def show_exact(everything: list[Asked], console: Console) -> None:
 
 def show_moved(everything: list[Asked], console: Console) -> None:
     console.print()
-    table = _table("five documents, read once each, in three orders", "again", "KL")
+    table = _table("five documents, read once each, in another order", "again", "KL")
     for asked in everything:
         again = asked.reuse.recomputed_tokens / max(1, asked.reuse.moved_tokens)
         table.add_row(*_cells(asked), f"{again:.0%}", f"{asked.mean_kl:.4f}")

@@ -101,7 +101,8 @@ def fit(
     out.print(_table(found, machine))
     out.print(
         "tokens/s is the most that the measured bandwidths allow one request: "
-        + ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates_of(machine).items()),
+        + ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates_of(machine).items())
+        + ". A busy machine measures too little: --measure does it again.",
         style="dim",
         highlight=False,
     )

@@ -141,7 +141,7 @@ def announce(engine: Any, settings: ServerSettings, host: str, port: int) -> Non
     url = address(host, port, "http" if settings.tls_cert is None else "https")
     name = served_names(engine, settings)[0]
     messages = [{"role": "user", "content": "What is a lighthouse for?"}]
-    body = json.dumps({"model": name, "messages": messages})
+    body = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
     key = " -H 'Authorization: Bearer KEY'" if settings.needs_key else ""
     say.print(f"serving {_description(engine, name)}")
     print(f"{url}/v1", flush=True)
