@@ -79,7 +79,7 @@ def test_redis_dies_during_a_load(
     assert server.client.dbsize() > 0
 
     data = engine.worker._data
-    owner, number = (data, 1) if when == "before the fetch" else (tiers(engine)[1], 3)
+    owner, number = (data, 1) if when == "before the fetch" else (tiers(engine)[1], 2)
     calls = before_a_call(owner, "fetch" if owner is data else "get", number, server.stop)
     answer = engine.ask(prompt)
     delattr(owner, "fetch" if owner is data else "get")
@@ -109,8 +109,7 @@ def test_redis_dies_during_a_load(
     engine.fresh()
     answer = engine.ask(prompt)
     assert answer.usage is not None
-    if order == (0, 1, 2):
+    exact = answer.usage["exact_tokens"] > 0.85 * len(prompt)
+    if exact:  # in any order, if what was computed without Redis has been written since
         assert answer.tokens == expected.tokens
-        assert answer.usage["exact_tokens"] > 0.85 * len(prompt)
-    else:
-        assert answer.usage["moved_tokens"] > 0.5 * len(prompt)
+    assert exact or (order == (2, 1, 0) and answer.usage["moved_tokens"] > 0.5 * len(prompt))
