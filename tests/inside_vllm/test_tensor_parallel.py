@@ -92,9 +92,9 @@ def watch(_: object) -> None:
     worker: Any = here()
     worker.seen, repairer = [], worker._repairer
 
-    def run(ids: Any, rows: Any, table: Any, hook: Any) -> None:
+    def run(ids: Any, rows: Any, *more: Any) -> None:
         worker.seen.append(rows.tolist())
-        Repairer.run(repairer, ids, rows, table, hook)
+        Repairer.run(repairer, ids, rows, *more)
 
     repairer.run = run
 
