@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache import admission
-from kvboost.cache.eviction.policy import LRU, Entry
+from kvboost.cache.eviction.policy import Entry
 from kvboost.cache.quantize import KVData, NewRows
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.gpu import GpuTier
@@ -19,6 +19,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from support.chunks import ROOT, chunk_store, packing, running_sums
+from support.lru import LRU
 
 CHUNK = 4
 ROW_BYTES = 2 * 4

@@ -380,9 +380,9 @@ def test_a_prompt_is_looked_up_when_it_arrives(
     engine = make()
     engine.generate(TEXT[:64], 1, EXACT)
     slow_down(engine, monkeypatch)
-    holdings = engine._runtime.store._holdings
+    catalogue = engine._runtime.store._holdings.catalogue
     searched: list[str] = []
-    match = holdings.match
+    match = catalogue.match
 
     def watched(*given: Any) -> KnownRows:
         searched.append(threading.current_thread().name)
@@ -391,11 +391,11 @@ def test_a_prompt_is_looked_up_when_it_arrives(
     async def ask() -> GenerationResult:
         first = engine.astream(TEXT[100:150], 20, ignore_eos=True)
         await anext(aiter(first))
-        monkeypatch.setattr(holdings, "match", watched)
+        monkeypatch.setattr(catalogue, "match", watched)
         second = engine.astream(TEXT[:66], 4, EXACT, ignore_eos=True)
         async for _ in second:
             pass
-        monkeypatch.setattr(holdings, "match", match)
+        monkeypatch.setattr(catalogue, "match", match)
         await first.aclose()
         return second.result
 

@@ -46,7 +46,6 @@ class ChunkInfo:
     nbytes: int
     """Size of its data; a file is a little larger. 0 if it is not known yet."""
     origin: Origin
-    """The mean norm of its keys, 0 if not measured. Keys of small norm are attended to more."""
     signed: bool = False
     """Whether it is signed with a secret. Without the secret it cannot be checked, nor used."""
     lag: int = 0

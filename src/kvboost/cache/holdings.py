@@ -73,14 +73,22 @@ class Holdings:
         self._announced_root: ChunkKey | None = None
 
     def match(
-        self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0, repair: str = ""
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        moved_before: int = 0,
+        repair: str = "",
+        early: EarlyLookup | None = None,
     ) -> KnownRows:
-        """The stored rows for ``token_ids``. Chunks that turn out to be in no tier are marked
-        lost."""
+        """The stored rows for ``token_ids``: those that were found ``early``, if that still holds.
+        Chunks that turn out to be in no tier are marked lost."""
+        where_is, is_current = self.residency.where, self.catalogue.is_current
+        if early is not None and is_current(early, root, token_ids, moved_before, where_is):
+            return early.known
         lost: list[ChunkKey] = []
 
         def where(key: ChunkKey) -> str | None:
-            tier = self.residency.where(key)
+            tier = where_is(key)
             if tier is None:
                 lost.append(key)
             return tier
@@ -89,13 +97,6 @@ class Holdings:
         for key in lost:
             self.residency.mark_lost(key)
         return known
-
-    def is_current(
-        self, early: EarlyLookup, root: ChunkKey, token_ids: TokenIds, moved_before: int
-    ) -> bool:
-        """Whether what was found ``early`` for ``token_ids`` still holds."""
-        where = self.residency.where
-        return self.catalogue.is_current(early, root, token_ids, moved_before, where)
 
     def find_existing(self, place: Place) -> ChunkKey | None:
         """The chunk that holds the part, in use from now on; None if there is none. Sets the

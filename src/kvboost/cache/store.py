@@ -150,18 +150,13 @@ class ChunkStore:
         self._transfers.refresh()
 
         def match() -> KnownRows:
-            return self._holdings.match(root, token_ids, moved_before, repair)
+            return self._holdings.match(root, token_ids, moved_before, repair, early)
 
         in_remote: list[ChunkKey] = []
         if ask_remote and self._remote is not None:
             in_remote = self._remote.ask(*(root, token_ids, moved_before, match, edges, lag_of))
         with self._lock:
-            if early is not None and self._holdings.is_current(
-                early, root, token_ids, moved_before
-            ):
-                known = early.known
-            else:
-                known = match()
+            known = match()
             keys = list(known.keys()) if pin else []
             self._holdings.in_use.update(keys)
         try:

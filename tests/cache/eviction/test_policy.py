@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache.eviction.learned import LearnedPolicy
-from kvboost.cache.eviction.policy import LRU, Entry, EvictionPolicy, recompute_cost
+from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
 from kvboost.tokens.hashing import ChunkKey
+from support.lru import LRU
 
 POLICIES = (LRU, LearnedPolicy)
 every_policy = pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)

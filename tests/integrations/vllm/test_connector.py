@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,12 +208,18 @@ def test_what_is_left_is_kept_when_a_request_ends(windowed: Scheduler) -> None:
     assert sum(info.num_tokens for info in keep.infos) == 150 and keep.first == 0
 
 
-def test_a_load_begins_when_its_chunks_are_held(windowed: Scheduler, connector: Any) -> None:
+def wait_for_chunks(scheduler: Scheduler) -> tuple[Any, Callable[..., Any]]:
+    """A request whose chunks are on their way, and what vLLM asks about it again."""
     ids = text(1, 150)
-    read(windowed, "a", ids)
-    request = windowed.begin("b", ids + text(2, 50))
-    matched = windowed.connector.get_num_new_matched_tokens
+    read(scheduler, "a", ids)
+    request = scheduler.begin("b", ids + text(2, 50))
+    matched = scheduler.connector.get_num_new_matched_tokens
     assert matched(request, 0) == (None, False)
+    return request, matched
+
+
+def test_a_load_begins_when_its_chunks_are_held(windowed: Scheduler, connector: Any) -> None:
+    request, matched = wait_for_chunks(windowed)
     (load,) = windowed.step().fetches
     assert matched(request, 0) == (None, False) and not windowed.step().fetches
     report(windowed, connector, fetched={("b", 0)})
@@ -246,21 +253,13 @@ def test_requests_wait_while_much_is_held_for_others(
 
 
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
-    ids = text(1, 150)
-    read(windowed, "a", ids)
-    request = windowed.begin("b", ids + text(2, 50))
-    matched = windowed.connector.get_num_new_matched_tokens
-    assert matched(request, 0) == (None, False)
+    request, matched = wait_for_chunks(windowed)
     report(windowed, connector, failed={"b"})
     assert matched(request, 0) == (0, False) and not windowed.step().loads
 
 
 def test_chunks_are_let_go_when_another_load_is_needed(windowed: Scheduler, connector: Any) -> None:
-    ids = text(1, 150)
-    read(windowed, "a", ids)
-    request = windowed.begin("b", ids + text(2, 50))
-    matched = windowed.connector.get_num_new_matched_tokens
-    assert matched(request, 0) == (None, False)
+    request, matched = wait_for_chunks(windowed)
     assert len(windowed.step().fetches) == 1
     report(windowed, connector, fetched={("b", 0)})
     assert matched(request, 32) == (None, False)  # vLLM has found rows of it
@@ -278,11 +277,7 @@ def test_chunks_that_wait_for_pages_are_let_go_by_a_reset(
     windowed: Scheduler, connector: Any
 ) -> None:
     """Weights may have changed: rows of those before must not be loaded."""
-    ids = text(1, 150)
-    read(windowed, "a", ids)
-    request = windowed.begin("b", ids + text(2, 50))
-    matched = windowed.connector.get_num_new_matched_tokens
-    assert matched(request, 0) == (None, False)
+    request, matched = wait_for_chunks(windowed)
     windowed.step()
     report(windowed, connector, fetched={("b", 0)})
     windowed.connector.reset_cache()

@@ -2,8 +2,7 @@
 
 A chunk whose parent is gone can never be reached again. So every policy here queues only the chunks
 without children; a parent joins the queue when its last child has left. Policies differ in the
-order of the queue. Use :class:`kvboost.cache.eviction.learned.LearnedPolicy`; ``LRU`` is there for
-comparison.
+order of the queue; :class:`kvboost.cache.eviction.learned.LearnedPolicy` is the one in use.
 """
 
 from __future__ import annotations
@@ -208,10 +207,3 @@ class LeafQueuePolicy(ABC):
         if len(self._heap) > 2 * len(self._nodes) + 64:
             self._heap = [place for place in self._heap if place[1] == place[2].version]
             heapify(self._heap)
-
-
-class LRU(LeafQueuePolicy):
-    """Least recently used."""
-
-    def _rank(self, node: Node) -> Rank:
-        return node.used, 0.0

@@ -138,14 +138,9 @@ class AnchorIndex:
                 del donors[number - offset]
             self._counts[value % _SLOTS] -= 1
 
-    def has_any(self, space: ChunkKey, token_ids: TokenIds) -> bool:
-        """Whether a window of these tokens has the hash of one that anchors a chunk."""
-        hashes = hashes_in(space, window_polynomials(token_ids, self._window))
-        (maybe,) = self._filter[_slots(hashes)].nonzero()
-        return any(value in self._donors for value in hashes[maybe].tolist())
-
-    def has_newer(self, space: ChunkKey, token_ids: TokenIds, newest: int) -> bool:
-        """The same, for chunks that were inserted after the one that was the ``newest``."""
+    def has_any(self, space: ChunkKey, token_ids: TokenIds, newest: int = 0) -> bool:
+        """Whether a window of these tokens has the hash of one that anchors a chunk: one that was
+        inserted after the chunk that was the ``newest``."""
         hashes = hashes_in(space, window_polynomials(token_ids, self._window))
         (maybe,) = self._filter[_slots(hashes)].nonzero()
         for value in hashes[maybe].tolist():

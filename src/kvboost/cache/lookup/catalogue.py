@@ -248,7 +248,7 @@ class Catalogue:
         """Whether a chunk that was added after ``newest`` seems to have text of these rows."""
         more = self._window - 1
         return any(
-            self._anchors.has_newer(space, token_ids[max(0, start - more) : end + more], newest)
+            self._anchors.has_any(space, token_ids[max(0, start - more) : end + more], newest)
             for start, end in gaps
             for space in (root, _approximate(root))
         )
