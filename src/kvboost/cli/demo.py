@@ -161,7 +161,7 @@ def show_exact(everything: list[Asked], console: Console) -> None:
 
 def show_moved(everything: list[Asked], console: Console) -> None:
     console.print()
-    table = _table("five documents, read once each, in another order", "again", "KL")
+    table = _table("five documents, read once each, in other orders", "again", "KL")
     for asked in everything:
         again = asked.reuse.recomputed_tokens / max(1, asked.reuse.moved_tokens)
         table.add_row(*_cells(asked), f"{again:.0%}", f"{asked.mean_kl:.4f}")
