@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache.eviction.learned import LearnedPolicy
-from kvboost.cache.eviction.policy import LRU, Entry, EvictionPolicy
+from kvboost.cache.eviction.policy import Entry, EvictionPolicy
 from kvboost.cache.tiers import ordered
 from kvboost.cache.tiers.ordered import READ_AHEAD, Aside, OrderedTier
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.hashing import ChunkKey
+from support.lru import LRU
 
 SECONDS = 30.0
 """More than anything here takes."""
