@@ -233,10 +233,15 @@ class ModelTokenizer:
                 return name
         return None
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
+    @cached_property
+    def _taken_names(self) -> frozenset[str]:
+        """The names that mean something else in a call for the chat template."""
         taken = inspect.signature(self.hf.apply_chat_template).parameters
+        return frozenset((*taken, "messages", "xml_tools"))
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
         for name, value in options.items():
-            if name in taken or name in ("messages", "xml_tools"):
+            if name in self._taken_names:
                 raise ConfigError(
                     f"template_options: {name}={value!r} cannot be given: transformers uses this "
                     "name itself; options are names that the model's chat template uses, such as "
