@@ -104,7 +104,8 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
         last[0], last[30] = 0.36 * DEPTH, 0.8 * share * DEPTH  # 0.8 = (1 - 0.36) ** 0.5
 
     moved = moved_rows(see)
-    assert moved.weights().sum() > TYPICAL_ERROR  # so that nothing is saved for that
+    seen = float((moved.attention() * moved.errors()).sum())
+    assert seen > TYPICAL_ERROR  # so that nothing is saved for that
     assert moved.last_share() == pytest.approx(share)
     assert len(chosen(moved, "auto", 0.2)) == round(20 * times)
     assert len(chosen(moved, "query", 0.2)) == 20

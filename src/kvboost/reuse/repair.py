@@ -210,11 +210,6 @@ class MovedText:
             errors[run.start : run.end] = _errors(since, run.rows_changed, run.rows_before)
         return errors
 
-    def weights(self) -> Floats:
-        """The expected effect of each moved row on the answer: its error, times what
-        the prompt's last rows attend to: ``[prompt]``. The sum is the error that they see."""
-        return self.attention() * self.errors()
-
     @cached_property
     def tail(self) -> range:
         """The prompt's last rows, which are probed: they are never moved."""
@@ -353,11 +348,12 @@ def auto(moved: MovedText, repair: RepairParams) -> RepairChoice:
     has changed, all rows are off: attention and seams decide, as in ``query``."""
     if not asks_attention(repair):
         return query(moved, repair)
-    needed = needed_share(float(moved.weights().sum()))
+    attention, errors = moved.attention(), moved.errors()
+    needed = needed_share(float((attention * errors).sum()))  # the error that those rows see
     ratio = repair.ratio * needed
     ratio *= min(max(moved.last_share() / TYPICAL_SHARE, LEAST_BUDGET), MOST_BUDGET)
     num_rows = min(max(1, round(ratio * moved.plan.num_moved)), moved.plan.num_moved)
-    scores = moved.attention() * moved.errors() ** (1 - needed)
+    scores = attention * errors ** (1 - needed)
     if needed == 1.0:
         scores[moved.seams()] = np.inf
     return RepairChoice(moved.top(scores, num_rows), shift=True)

@@ -34,9 +34,8 @@ class TopTokens:
     @classmethod
     def of(cls, logits: torch.Tensor) -> TopTokens:
         """Of the model's own distribution, given its logits ``[vocab]``."""
-        values, ids = logits.float().topk(min(TOLD_APART, len(logits)))
         # What the others have is what these leave of one: 32 bits would round it away.
-        logprobs = values.double() - logits.double().logsumexp(-1)
+        logprobs, ids = logits.double().log_softmax(-1).topk(min(TOLD_APART, len(logits)))
         return cls(ids.to(torch.int32), logprobs)
 
     def on_host(self) -> TopTokens:
