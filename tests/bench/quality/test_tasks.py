@@ -11,12 +11,17 @@ from kvboost.bench.texts.questions import make_questions
 
 
 def test_functions_are_completed_after_their_file_and_its_imports() -> None:
-    chosen = choose(Asking(task="code", limit=20, passages=5))
-    assert len({one.question for one in chosen}) == 20
-    for one in chosen:
+    chosen = choose(Asking(task="code", limit=120, passages=5))
+    assert len({one.question for one in chosen}) == 120
+    for number, one in enumerate(chosen):
         assert isinstance(one, Completion) and len(one.passages) == 5
         assert one.passages[-1].startswith(f"# file: {one.function.path}\n")
-        assert one.begun == f"```python\n{one.function.head}" and one.function.has_doctest
+        assert one.begun == f"```python\n{one.function.head}"
+        assert (
+            one.function.has_doctest
+            if number < 20
+            else one.function.has_doctest or not one.can_tell
+        )
         assert not any(one.function.source in text for text in one.passages)
         assert one.function.name in one.ask
 
@@ -49,7 +54,7 @@ def test_an_edit_is_right_if_nothing_else_has_changed() -> None:
     for one in chosen:
         assert isinstance(one, Change) and len(one.passages) == 4
         assert sum(one.edit.code.splitlines()[0] in text for text in one.passages) == 1
-        assert f"Rename {one.edit.old} to {one.edit.new} in {one.edit.name} " in one.ask
+        assert f"Rename {one.edit.old} to {one.edit.new} in {one.edit.function.name} " in one.ask
         right = one.edit.edited.removeprefix(one.edit.first_line)
         assert one.check(f"{right}```", is_whole=True) == (True, True)
         assert one.check(f"{right}    # a comment\n", is_whole=True) == (True, True)
@@ -79,10 +84,8 @@ def test_passages_of_a_dataset_are_summarized_or_docstrings(tmp_path: Path) -> N
 def test_answers_are_as_long_as_their_task_needs() -> None:
     assert Asking().longest_answer == 16 and Asking(task="edit").longest_answer == 128
     assert Asking(task="edit", answer_tokens=9).longest_answer == 9
-    few, many = (len(choose(Asking(task="edit", answer_tokens=tokens))) for tokens in (128, 600))
-    assert few < many
-    with pytest.raises(ConfigError, match=rf"limit=99: only {few} functions for edit fit"):
-        choose(Asking(task="edit", limit=99))
+    with pytest.raises(ConfigError, match=r"limit=9999: only \d+ functions for edit fit"):
+        choose(Asking(task="edit", limit=9999))
 
 
 def test_a_part_of_a_task_is_every_so_manieth() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -14,13 +14,12 @@ from kvboost.bench.kit.stats import edit_similarity, rouge_l
 from kvboost.bench.quality.doctests import SECONDS, passes_doctest
 from kvboost.bench.quality.rows import QUESTIONS
 from kvboost.bench.quality.written import FENCE, is_function, same_code, written_function
-from kvboost.bench.texts.edits import EDITS, Edit
+from kvboost.bench.texts.edits import Edit, edits
 from kvboost.bench.texts.functions import (
     Function,
     beginning,
     files_before,
     functions,
-    path_of,
     titled,
 )
 from kvboost.bench.texts.prompts import docstrings, sources
@@ -151,7 +150,7 @@ class Completion(CodeQuestion):
     @cached_property
     def can_tell(self) -> bool:
         """Whether the function as the library has it passes its doctest here."""
-        return self.is_right(self.function.source)
+        return self.function.has_doctest and self.is_right(self.function.source)
 
     def is_right(self, code: str) -> bool:
         return passes_doctest(self.function.module, self.function.name, code)
@@ -165,10 +164,10 @@ class Change(CodeQuestion):
 
     @property
     def ask(self) -> str:
-        one = self.edit
+        old, new, function = self.edit.old, self.edit.new, self.edit.function
         return (
-            f"Above are the open files. Rename {one.old} to {one.new} in {one.name} of "
-            f"{path_of(one.module)} and change nothing else. Answer with the whole function only."
+            f"Above are the open files. Rename {old} to {new} in {function.name} of "
+            f"{function.path} and change nothing else. Answer with the whole function only."
         )
 
     @property
@@ -212,18 +211,27 @@ def _summaries(asking: Asking) -> Iterator[Question]:
 
 
 def _completions(asking: Asking) -> Iterator[Question]:
-    """Of functions with doctests that fit the answer, from each module in turn."""
-    longest = asking.answer_characters
-    groups = [
-        [
-            one
-            for one in functions(module)
-            if one.has_doctest and len(one.head) <= LONGEST_HEAD and len(one.body) <= longest
+    """Of functions that fit the answer, from each module in turn: those with doctests, and then
+    others that have some of their file before them."""
+    longest, size = asking.answer_characters, asking.passage_characters
+
+    def fitting(modules: Iterable[str], *, doctest: bool) -> list[Function]:
+        groups = [
+            [
+                one
+                for one in functions(module)
+                if one.has_doctest == doctest
+                and len(one.head) <= LONGEST_HEAD
+                and len(one.body) <= longest
+            ]
+            for module in modules
         ]
-        for module in WITH_DOCTESTS
-    ]
-    for one in spread(groups):
-        before = files_before(one, asking.passages, asking.passage_characters)
+        return spread(groups)
+
+    others = fitting((name for name, _ in sources()), doctest=False)
+    others = [one for one in others if len(one.before) > size]
+    for one in (*fitting(WITH_DOCTESTS, doctest=True), *others):
+        before = files_before(one, asking.passages, size)
         yield Completion(f"code: {one.module}.{one.name}", (), before, one)
 
 
@@ -231,10 +239,10 @@ def _changes(asking: Asking) -> Iterator[Question]:
     """Of functions that fit the answer, each in a file among other open files."""
     longest = asking.answer_characters
     size = asking.passage_characters
-    for number, one in enumerate(edit for edit in EDITS if len(edit.code) <= longest):
-        shuffler = Random(number)
-        others = [name for name, _ in sources() if name != one.module]
+    for number, one in enumerate(edit for edit in edits() if len(edit.code) <= longest):
+        shuffler, module = Random(number), one.function.module
+        others = [name for name, _ in sources() if name != module]
         names = shuffler.sample(others, min(asking.passages - 1, len(others)))
         files = [beginning(name, size) for name in names]
-        files.insert(shuffler.randrange(len(files) + 1), titled(one.module, one.in_file(size)))
-        yield Change(f"edit: {one.old} in {one.module}.{one.name}", (), tuple(files), one)
+        files.insert(shuffler.randrange(len(files) + 1), titled(module, one.in_file(size)))
+        yield Change(f"edit: {one.old} in {module}.{one.function.name}", (), tuple(files), one)

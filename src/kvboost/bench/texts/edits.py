@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 import ast
-import calendar
-import collections
-import configparser
-import dataclasses
-import difflib
-import fnmatch
-import heapq
-import inspect
-import logging
-import queue
-import random
 import re
-import sched
-import shlex
-import statistics
-import textwrap
-import threading
-import urllib.parse
-import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
+
+from kvboost.bench.texts.functions import Function, functions, source_of
+from kvboost.bench.texts.prompts import sources
 
 CONTEXT_CHARACTERS = 120
 """Of a file before a function in it that is shown."""
+CHOSEN = """
+textwrap indent prefix margin
+random Random.sample population items
+fnmatch filter pat pattern
+heapq merge reverse descending
+shlex join split_command words
+textwrap shorten width columns
+statistics mean data numbers
+random Random.shuffle x items
+calendar leapdays y1 first
+ast iter_fields node tree
+collections ChainMap.pop key name
+dataclasses is_dataclass obj value
+logging Logger.addHandler hdlr added
+urllib.parse unquote_plus string quoted
+zipfile ZipFile.getinfo name member
+threading settrace func tracer
+sched scheduler.cancel event entry
+configparser RawConfigParser.remove_section section heading
+textwrap TextWrapper.fill text prose
+difflib IS_LINE_JUNK line row
+queue Queue.put_nowait item element
+logging Handler.setLevel level threshold
+configparser ConfigParser.add_section section heading
+calendar weekday year the_year
+calendar monthrange month the_month
+collections Counter.__delitem__ elem key
+"""
+"""Edits that people might ask for: module, function, the old name and the new one."""
 
 
 class Edit(NamedTuple):
     """A function, a name in it, and the name that it is to have."""
 
-    function: Callable[..., Any]
+    function: Function
     old: str
     new: str
 
     @property
-    def module(self) -> str:
-        return self.function.__module__
-
-    @property
-    def name(self) -> str:
-        return self.function.__qualname__
-
-    @property
     def code(self) -> str:
-        return textwrap.dedent(inspect.getsource(self.function))
+        return self.function.source
 
     @property
     def edited(self) -> str:
@@ -62,41 +68,46 @@ class Edit(NamedTuple):
 
     def in_file(self, characters: int) -> str:
         """About so many characters of its file: some lines before it, it, and what follows."""
-        file = inspect.getsource(import_module(self.module))
-        code = inspect.getsource(self.function)
-        start = file.index(code)
+        file, start = source_of(self.function.module) or "", len(self.function.before)
+        lines = file[start:].splitlines(keepends=True)[: self.code.count("\n")]
         first = file.find("\n", max(0, start - CONTEXT_CHARACTERS)) + 1
-        return file[first : max(first + characters, start + len(code))]
+        return file[first : max(first + characters, start + len("".join(lines)))]
 
 
-EDITS = [
-    Edit(textwrap.indent, "prefix", "margin"),
-    Edit(random.Random.sample, "population", "items"),
-    Edit(fnmatch.filter, "pat", "pattern"),
-    Edit(heapq.merge, "reverse", "descending"),
-    Edit(shlex.join, "split_command", "words"),
-    Edit(textwrap.shorten, "width", "columns"),
-    Edit(statistics.mean, "data", "numbers"),
-    Edit(random.Random.shuffle, "x", "items"),
-    Edit(calendar.leapdays, "y1", "first"),
-    Edit(ast.iter_fields, "node", "tree"),
-    Edit(collections.ChainMap.pop, "key", "name"),
-    Edit(dataclasses.is_dataclass, "obj", "value"),
-    Edit(logging.Logger.addHandler, "hdlr", "added"),
-    Edit(urllib.parse.unquote_plus, "string", "quoted"),
-    Edit(zipfile.ZipFile.getinfo, "name", "member"),
-    Edit(threading.settrace, "func", "tracer"),
-    Edit(sched.scheduler.cancel, "event", "entry"),
-    Edit(configparser.RawConfigParser.remove_section, "section", "heading"),
-    Edit(textwrap.TextWrapper.fill, "text", "prose"),
-    Edit(difflib.IS_LINE_JUNK, "line", "row"),
-    Edit(queue.Queue.put_nowait, "item", "element"),
-    Edit(logging.Handler.setLevel, "level", "threshold"),
-    Edit(configparser.ConfigParser.add_section, "section", "heading"),
-    Edit(calendar.weekday, "year", "the_year"),
-    Edit(calendar.monthrange, "month", "the_month"),
-    Edit(collections.Counter.__delitem__, "elem", "key"),
-]
+@cache
+def edits() -> tuple[Edit, ...]:
+    """The chosen ones, then one of each other function that has a name to change."""
+    first = [_chosen(*line.split()) for line in CHOSEN.strip().splitlines()]
+    modules = dict.fromkeys(
+        [name for name, _ in sources()] + [one.function.module for one in first]
+    )
+    known = {one.function for one in first}
+    return (*first, *(one for one in _found(modules) if one.function not in known))
+
+
+def _chosen(module: str, name: str, old: str, new: str) -> Edit:
+    return Edit(next(one for one in functions(module) if one.name == name), old, new)
+
+
+def _found(modules: Iterable[str]) -> Iterator[Edit]:
+    for module in modules:
+        for one in functions(module):
+            if (old := _name_to_change(one.source)) is not None:
+                yield Edit(one, old, f"{old}_given")
+
+
+def _name_to_change(code: str) -> str | None:
+    """The first parameter or variable of a function that it uses, and whose name means nothing else
+    in it."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    others = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    others |= {node.arg or "" for node in nodes if isinstance(node, ast.keyword)}
+    own = [node.arg for node in nodes if isinstance(node, ast.arg)]
+    own += [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    usable = (one for one in own if one not in others | {"self", "cls"})
+    return next((one for one in usable if names.count(one) > 1), None)
+
 
 WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
 """Matches about a token of code."""
@@ -110,7 +121,7 @@ class CodeEdit:
 
 
 def code_edit(number: int) -> CodeEdit:
-    one = EDITS[number % len(EDITS)]
+    one = edits()[number]
     question = (
         f"Rename {one.old} to {one.new} in this function and change nothing else. Answer with the "
         f"whole function only.\n\n```python\n{one.code}```"
