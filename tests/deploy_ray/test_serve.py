@@ -93,7 +93,7 @@ def test_answers_stream_and_other_paths_work(url) -> None:
     events = [json.loads(line) for line in lines]
     assert "".join(one["choices"][0]["text"] for one in events if one["choices"]) == whole
     assert CLIENT.get(f"{url}/health").json() == {"status": "ok"}
-    assert ask(url, "x", colour="red").status_code == 400
+    assert ask(url, "x", temperature=-1).status_code == 400
 
 
 def test_answers_do_not_wait_for_acknowledgements(url) -> None:
