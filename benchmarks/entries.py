@@ -66,16 +66,6 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
-        "cluster",
-        "What does routing by content gain over taking turns, and what if a server is killed?",
-        "benchmarks.cluster",
-        goals=(
-            "content routing: at least 1.6 × the share of tokens not computed of round robin",
-            "a server killed under load: every request answered or failed with a retryable error; "
-            "none wrong",
-        ),
-    ),
-    Benchmark(
         "faults",
         "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
         "benchmarks.faults.run",
@@ -87,16 +77,6 @@ _ENTRIES = (
         "benchmarks.soak",
         long_running=True,
     ),
-    Benchmark(
-        "restart",
-        "How fast is the first request of a new process whose cache is on disk?",
-        "benchmarks.restart",
-    ),
-    Benchmark(
-        "moved",
-        "What do moved passages cost, by repair strategy and in conversations?",
-        "benchmarks.moved",
-    ),
 )
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
@@ -105,8 +85,6 @@ SCRIPTS = {
     "images": "What does reuse save of a prompt with an image?",
     "kernels": "What do our kernels for CPUs gain over torch?",
     "overload": "Is everything answered or refused under too much load?",
-    "packed": "How fast are packed weights, against plain weights and llama.cpp?",
-    "speculation": "What do drafted tokens gain, by task?",
     "states": "What does a model with states save when it resumes?",
 }
 """The question of each script."""

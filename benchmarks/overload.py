@@ -21,19 +21,19 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import jsonschema_rs
 
-from benchmarks.cluster import open_client
 from benchmarks.soak import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
 from kvboost.bench.serve.clients import data_of
+from kvboost.bench.serve.connection import KEPT_SECONDS
 from kvboost.bench.texts.prompts import docstrings
 from kvboost.config import DEFAULT_MODEL
 
@@ -201,6 +201,19 @@ class Seen:
         self.seconds.setdefault(who, []).append(seconds)
 
 
+def open_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
+    closes an idle connection before a server would, so that no request meets one that ends."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=600,
+        limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),
+        trust_env=False,
+        verify=False,  # all servers speak HTTP; certificates would only be loaded
+    )
+
+
 class Clients:
     """Clients of one server."""
 
@@ -209,7 +222,7 @@ class Clients:
         self._seen = seen
         self._answers: dict[str, str] = {}
         """Of the idle server, by request."""
-        self._client = open_client(600, base_url=server.url, headers={"x-api-key": CROWD})
+        self._client = open_client(server.url, {"x-api-key": CROWD})
 
     async def close(self) -> None:
         await self._client.aclose()

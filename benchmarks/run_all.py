@@ -59,8 +59,6 @@ JOBS = (
     Job("quality", "--limit 10", 300),
     Job("serve", "--rounds 1 --requests 3 --seconds 90", 600),
     Job("agent", "--rounds 1", 600),
-    Job("cluster", "", 240),
-    Job("restart", "", 60, "--quick", 30),
 )
 
 

@@ -17,7 +17,7 @@ from kvboost.errors import KVBoostError
 
 FOLDER = Path(benchmarks.__file__).parent
 SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small"}
-WORKERS = {"packed_worker", "vllm_connector", "vllm_runs"}
+WORKERS = {"vllm_connector", "vllm_runs"}
 
 runner = CliRunner()
 
@@ -69,7 +69,7 @@ def test_a_script_explains_its_options(name: str, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("restart", "--tokens", "64", "-m", "no-such-model"), "tokens=64"),
+        (("soak", "--minutes", "0"), "minutes=0"),
         (("all", "--only", "nonsense"), "only='nonsense'"),
     ],
 )

@@ -111,10 +111,6 @@ class Running:
         ticks = [sum(map(int, stat[11:13])) for stat in _stats() if int(stat[3]) == self.pid]
         return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
 
-    def kill(self) -> None:
-        """Ends it as a crash would."""
-        self._signal(signal.SIGKILL)
-
     def freeze(self) -> None:
         """None of its threads runs until ``thaw``. It must be thawed before it is stopped."""
         self._signal(signal.SIGSTOP)
