@@ -56,7 +56,7 @@ class Job:
 
 JOBS = (
     Job("ttft", "--peers --rounds 5", 1900, "--quick", 60),
-    Job("quality", "--limit 10", 300),
+    Job("quality", "--limit 10", 300, "--quick", 50),
     Job("serve", "--rounds 1 --requests 3 --seconds 90", 600),
     Job("agent", "--rounds 1", 600),
 )

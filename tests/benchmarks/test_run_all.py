@@ -91,7 +91,7 @@ def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
     report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
     assert given == [6]  # what is left, as it is less than they may take
     states = results(report["outcomes"])
-    assert states["agent"] == "left out" and states["serve"] == "skipped"
+    assert states["quality"] == "left out" and states["serve"] == "skipped"
 
 
 def outcome(name: str, **report: object) -> Outcome:

@@ -27,7 +27,6 @@ DONORS = {
     "reordered": "all passages read in one earlier request, in another order",
     "contexts": "each passage read after the header, and after three passages of another question",
     "idle": "each passage read after the header, and in idle time after three of the others",
-    "orders": "several earlier requests with moved text, each in another order",
     "edit": "all passages read after one more line near the front",
     "cleared": "all passages read with one more in the middle, which was cleared since",
     "dropped": "all passages read after two more at the front, which were dropped since",
@@ -186,9 +185,6 @@ class Asked:
                     f"only {read} of {waiting} further readings fitted half of the cache; give it "
                     "more memory (max_cache_bytes) or use fewer passages"
                 )
-        elif donor == "orders":
-            for number in range(self._asking.orders):
-                engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
         elif donor in ("session", "healed"):
             for turn in range(1, len(documents) + 1):
                 line = EDITED_LINE.replace("12:31", f"12:{30 + turn}")

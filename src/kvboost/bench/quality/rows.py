@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvboost import ConfigError
 
-DEFAULT_KEPT = "fixed 128, 16 bits"
+DEFAULT_KEPT = "16 bits"
 NOISE = "noise"
 """The donor kind of the noise floor."""
 NOISE_KINDS = ("bfloat16", "two shapes")
