@@ -39,7 +39,6 @@ _ENTRIES = (
             "32,768 tokens of moved text: at most 0.25 of vLLM's time",
             "2,048 tokens of moved text (7B): at most 0.6 of vLLM's time",
         ),
-        plots=True,
     ),
     Benchmark(
         "far",
