@@ -14,7 +14,8 @@ import torch
 
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.contenders import Contenders
-from kvboost.bench.peers.engines import ENGINES, OURS, OWN, PEERS, STOCK
+from kvboost.bench.peers.engines import ENGINES, OWN, PEERS, STOCK
+from kvboost.bench.peers.servers import OURS
 from kvboost.bench.peers.setting import Setting, prepare
 from kvboost.bench.peers.worker import Worker
 from kvboost.bench.peers.workers import kvboost_here, stock

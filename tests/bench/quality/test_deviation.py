@@ -5,10 +5,9 @@ from rich.console import Console
 
 from kvboost import ConfigError
 from kvboost.bench.kit.benchmark import Bench
-from kvboost.bench.quality.asked import EXACT
-from kvboost.bench.quality.deviation import Settings, describe_donor, measure, run
+from kvboost.bench.quality.deviation import Settings, measure, run
 from kvboost.bench.quality.noise import NOISE_KINDS
-from kvboost.bench.quality.rows import Row, append_rows, load_rows
+from kvboost.bench.quality.rows import EXACT, Row, append_rows, load_rows
 from kvboost.bench.quality.summary import quality_tables, summarize
 from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
@@ -83,7 +82,7 @@ def test_fewer_bits_deviate_more_and_sixteen_not_at_all(loaded: LoadedModel) -> 
     assert kl["16 bits", "header"] > 1e-4  # moved text is an approximation
     size = {one.kept: one.bytes_per_token for one in found}
     assert size[four] < size[eight] < size["16 bits"]
-    shown = list(quality_tables(found, describe_donor, 0.03))
+    shown = list(quality_tables(found, 0.03))
     assert len(shown) == 18  # three per donor kind and way of keeping
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvboost.bench.quality.deviation import Settings, describe_donor, measure
+from kvboost.bench.quality.deviation import Settings, measure
 from kvboost.bench.quality.long_summary import LongSummary
 from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor
@@ -87,7 +87,7 @@ def test_tables_are_80_columns_wide_and_say_what_is_missing() -> None:
         (many, ("few examples: 3", "no floor was measured")),
     ):
         console = Console(width=80, record=True)
-        console.print(*long_tables(summarize(rows), describe_donor))
+        console.print(*long_tables(summarize(rows)))
         shown = console.export_text()
         words = " ".join(shown.split())
         assert "code, header: each passage read after the chat template's" in words

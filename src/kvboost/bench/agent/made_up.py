@@ -221,11 +221,8 @@ class Player:
     def take_turn(self, session: Session, done: Sequence[Played], tool_seconds: float) -> Played:
         """The turn after ``done``. Raises ``KVBoostError`` if it is not answered: what follows
         would be another conversation."""
-        self.server.thaw()
-        try:
+        with self.server.thawed():
             return asyncio.run(self._ask(session, done, tool_seconds))
-        finally:
-            self.server.freeze()
 
     async def _ask(self, session: Session, done: Sequence[Played], tool_seconds: float) -> Played:
         answer = Answer(0.0)

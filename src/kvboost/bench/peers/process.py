@@ -118,6 +118,15 @@ class Running:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """It runs as long as the block lasts, and is frozen before and after it."""
+        self.thaw()
+        try:
+            yield
+        finally:
+            self.freeze()
+
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)

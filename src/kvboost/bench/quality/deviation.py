@@ -21,11 +21,12 @@ from rich.console import RenderableType
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
 from kvboost.bench.kit.figures import Figure
-from kvboost.bench.quality.asked import DONORS, MOST_BYTES, Asked, Cell
+from kvboost.bench.quality.asked import MOST_BYTES, Asked, Cell
 from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor, kinds_of
 from kvboost.bench.quality.rows import (
     DEFAULT_KEPT,
+    DONORS,
     NOISE,
     QUESTIONS,
     Row,
@@ -124,10 +125,6 @@ class Settings(Asking, ModelSettings):
         return questions * (prompt * (2 + cells * served) + written)
 
 
-def describe_donor(donor: str) -> str:
-    return DONORS.get(donor, donor)
-
-
 def run(settings: Settings, bench: Bench) -> Report:
     rows = load_rows(settings.load) if settings.load else _measure_all(settings, bench)
     summaries = summarize(rows)
@@ -143,9 +140,9 @@ def _tables(summaries: Sequence[Summary], margin: float) -> Iterator[RenderableT
     """Those of questions, then those of long answers."""
     if questions := [one for one in summaries if one.long is None]:
         yield COLUMNS
-        yield from quality_tables(questions, describe_donor, margin)
+        yield from quality_tables(questions, margin)
     if len(questions) < len(summaries):
-        yield from long_tables(summaries, describe_donor)
+        yield from long_tables(summaries)
 
 
 def _figure(summaries: Sequence[Summary], title: str) -> Figure:

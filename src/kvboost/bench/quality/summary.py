@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvboost.bench.kit.figures import Figure, draw_lines
 from kvboost.bench.kit.stats import paired_bootstrap
 from kvboost.bench.kit.tables import dim, ms, percent, table
 from kvboost.bench.quality.long_summary import LongSummary, summarize_long
-from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, Row
+from kvboost.bench.quality.rows import DONORS, NOISE, NOISE_KINDS, Row
 from kvboost.config import format_bytes
 
 RATIO_FREE = ("none", "selective")
@@ -184,16 +184,14 @@ def _gap_kl(rows: Sequence[Row]) -> float | None:
     return 1 - sum(row.kl for row in rows) / sum(without)
 
 
-def quality_tables(
-    summaries: Sequence[Summary], described: Callable[[str], str], margin: float
-) -> Iterator[Table]:
+def quality_tables(summaries: Sequence[Summary], margin: float) -> Iterator[Table]:
     """Three tables per donor kind and way of keeping. One way of keeping fits into 80 columns."""
     many = len({one.kept for one in summaries}) > 1
     headings = ("ratio", "paid", "KL", "median", "top-1", "same", "at", "F1/full", "95 %", "TTFT")
     for donor, kept in dict.fromkeys((one.donor, one.kept) for one in summaries):
         own = [one for one in summaries if (one.donor, one.kept) == (donor, kept)]
         yield table(
-            f"{donor}: {described(donor)} ({max(one.count for one in own)} questions)"
+            f"{donor}: {DONORS.get(donor, donor)} ({max(one.count for one in own)} questions)"
             + (f"\n{kept}, {own[0].bytes_per_token:,.0f} B/token" if many else ""),
             ("strategy",),
             (*headings, *(["hits"] if many else [])),
