@@ -16,11 +16,12 @@ import statistics
 import time
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from benchmarks.shapes import number_tokenizer
 from kvboost import GenerationMode, KVBoost
-from kvboost.config import EngineConfig
 
+VOCABULARY = 4096
 QUESTION = 32
 """Tokens after the prefix."""
 
@@ -28,7 +29,7 @@ QUESTION = 32
 def make_model() -> Qwen3NextForCausalLM:
     torch.manual_seed(0)
     config = Qwen3NextConfig(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=768,
         num_hidden_layers=12,
         num_attention_heads=8,
@@ -50,24 +51,15 @@ def make_model() -> Qwen3NextForCausalLM:
     return Qwen3NextForCausalLM(config).eval()
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Prompts are token ids, so one word is enough."""
-    from tokenizers import Tokenizer, models
-
-    vocab = {"<eos>": 0, **{str(number): number for number in range(1, 4096)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Resuming from states against reading again.")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prefix")
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     model = make_model()
-    ids = torch.randint(1, 4096, (options.tokens + QUESTION * options.repeat,)).tolist()
+    ids = torch.randint(1, VOCABULARY, (options.tokens + QUESTION * options.repeat,)).tolist()
     prefix = ids[: options.tokens]
-    engine = KVBoost.from_model(model, make_tokenizer(), config=EngineConfig())
+    engine = KVBoost.from_model(model, number_tokenizer(VOCABULARY))
     forward = engine._model.forward
 
     def seconds(mode: GenerationMode, number: int) -> tuple[float, int]:

@@ -164,7 +164,7 @@ def test_the_other_engines_go_on(
         assert crew.ask("good", [1, 2]).cached_tokens == 2
     assert set(crew.failures) == {"unloadable", "hanging"}
     assert list(crew.missing) == ["vllm"] and "run make peers" in crew.missing["vllm"]
-    assert set(crew.described) == {"good", "hanging"}
+    assert set(crew.as_json()["engines"]) == {"good", "hanging"}
 
 
 def test_missing_engines_name_the_remedy(
