@@ -1,8 +1,7 @@
-"""The list of all benchmarks: those of ``kvboost bench``, those of this folder, and scripts.
+"""The list of all benchmarks: those of ``kvboost bench``, and those of this folder.
 
-To add one, write its module and add an entry here. A module with ``Settings`` and ``run`` (see
-``kvboost.bench.kit.benchmark``) gets its options, progress, record and picture from the kit; the
-``main()`` of a script reads the command line itself.
+To add one, write its module, with ``Settings`` and ``run`` (see ``kvboost.bench.kit.benchmark``),
+and add an entry here.
 """
 
 from __future__ import annotations
@@ -76,14 +75,26 @@ _ENTRIES = (
         "benchmarks.soak",
         long_running=True,
     ),
+    Benchmark(
+        "overload", "Is everything answered or refused under too much load?", "benchmarks.overload"
+    ),
+    Benchmark(
+        "kernels",
+        "What do our kernels for CPUs gain over torch?",
+        "benchmarks.kernels",
+        goals=(
+            "a decode step: at most 0.8 of torch's time",
+            "moved text: at most 0.8 of torch's time",
+            "reading: at most torch's time",
+        ),
+    ),
+    Benchmark("images", "What does reuse save of a prompt with an image?", "benchmarks.images"),
+    Benchmark("states", "What does a model with states save when it resumes?", "benchmarks.states"),
+    Benchmark(
+        "arena",
+        "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
+        "benchmarks.arena",
+    ),
 )
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
-SCRIPTS = {
-    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
-    "images": "What does reuse save of a prompt with an image?",
-    "kernels": "What do our kernels for CPUs gain over torch?",
-    "overload": "Is everything answered or refused under too much load?",
-    "states": "What does a model with states save when it resumes?",
-}
-"""The question of each script."""

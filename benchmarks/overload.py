@@ -5,15 +5,11 @@ and lets wait, and some hang up or send what is wrong. Every request must be ans
 with 429 or 503 and Retry-After. An answer must keep to its schema, and a greedy one must be what
 the idle server answered before. A light user with a key of its own asks for a short answer now and
 then: it must never be refused, and wait no longer than the crowd does. Afterwards the server must
-hold no KV, no more open files than before, and its memory must be back at its level. Ends with
-status 1 if anything of this does not hold; the last line is JSON.
-
-    python -m benchmarks overload --minutes 5
+hold no KV, no more open files than before, and its memory must be back at its level.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,12 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import jsonschema_rs
 
 from benchmarks.soak import MOST_GROWTH, levels, resident_mb
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
@@ -63,6 +61,14 @@ SCHEMA: dict[str, Any] = {
 NAME, TOLD = "note", "Makes a note of a text."
 UNKEPT: dict[str, Any] = {"type": "object", "not": {"type": "string"}}
 """A schema that cannot be honoured, and is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"minutes": 0.5}
+
+    model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    minutes: float = option(5.0, "How long the crowd asks.", least=0.1)
 
 
 @dataclass(frozen=True)
@@ -421,34 +427,31 @@ def judge(seen: Seen) -> None:
     seen.expect(light <= crowd, f"the light user waits {light:.1f} s, the crowd {crowd:.1f} s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--minutes", type=float, default=5.0)
-    given = parser.parse_args(arguments)
-    setting, _ = prepare(given.model, MAX_RUNNING)
+def run(settings: Settings, bench: Bench) -> Report:
+    setting, _ = prepare(settings.model, MAX_RUNNING)
     setting = replace(setting, cache_bytes=CACHE_BYTES, dtype="float32")
+    bench.describe(setting.device, setting.dtype, threads=setting.threads)
     options = ("--max-running", str(MAX_RUNNING), "--max-waiting", str(MAX_WAITING))
     server = KeyedServer("kvboost", "prefix_cache", *options)
     texts = [text[:TEXT_CHARACTERS] for _, text in docstrings() if len(text) >= TEXT_CHARACTERS]
     with running(server, setting, key=OPERATOR) as there:
         requests = make_requests(there.model, texts[:TEXTS])
         clients = 2 * (MAX_RUNNING + MAX_WAITING)
-        load = overload(there, requests, clients=clients, seconds=60 * given.minutes)
+        load = overload(there, requests, clients=clients, seconds=60 * settings.minutes)
         seen = asyncio.run(load)
     judge(seen)
-    for outcome, number in sorted(seen.outcomes.items()):
-        print(f"{number:7,}  {outcome}")
-    print(f"{seen.compared:,} answers compared, {seen.validated:,} of them by their schemas")
-    print(f"the server counts {seen.finished}")
+    return Report(vars(seen), [_told(seen)], problems=seen.problems)
+
+
+def _told(seen: Seen) -> str:
+    lines = [f"{number:7,}  {outcome}" for outcome, number in sorted(seen.outcomes.items())]
+    lines.append(f"{seen.compared:,} answers compared, {seen.validated:,} of them by their schemas")
+    lines.append(f"the server counts {seen.finished}")
     for who, seconds in seen.seconds.items():
         told = f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} at most"
-        print(f"a short answer takes {told}: {who}, {len(seconds)} times")
+        lines.append(f"a short answer takes {told}: {who}, {len(seconds)} times")
     first, *_, at_rest = seen.memory_mb
     told = f"{first:,.0f} MB after a tenth of the time, {max(seen.memory_mb):,.0f} at most"
-    print(f"memory: {told}, {at_rest:,.0f} at rest")
-    print(f"open files: {seen.open_files[0]} before, {seen.open_files[1]} at rest")
-    for problem in list(dict.fromkeys(seen.problems))[:20]:
-        print(f"! {problem}")
-    print(json.dumps(vars(seen)))
-    raise SystemExit(1 if seen.problems else 0)
+    lines.append(f"memory: {told}, {at_rest:,.0f} at rest")
+    lines.append(f"open files: {seen.open_files[0]} before, {seen.open_files[1]} at rest")
+    return "\n".join(lines)

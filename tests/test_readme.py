@@ -240,7 +240,6 @@ def test_the_checks_find_what_they_look_for() -> None:
         "kvboost bench gpu",
         "benchmarks gpu --no-such-option",
         "benchmarks overload --no-such-option",
-        "benchmarks overload --minutes many",
         "scripts/fetch_models.py --no-such-option",
         "scripts/list_models.py --no-such-option",
         "examples/run.py --no-such-option",
