@@ -207,6 +207,15 @@ class Seen:
         self.seconds.setdefault(who, []).append(seconds)
 
 
+def wrong_bodies(request: Request) -> list[dict[str, Any]]:
+    """Bodies that must be refused with 400."""
+    held = {"type": "json_schema", "json_schema": {"name": NAME, "schema": UNKEPT}}
+    unkept = {"response_format": held, "text": {"format": held}}
+    if request.path == MESSAGES or request.kind == "tools":
+        unkept = {"temperature": "hot"}  # a format is ignored there
+    return [request.body | {"tools": [{}]}, request.body | unkept]
+
+
 def open_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
     closes an idle connection before a server would, so that no request meets one that ends."""
@@ -315,14 +324,10 @@ class Clients:
 
     async def _send_wrong(self, request: Request, rng: random.Random) -> str:
         whole = json.dumps(request.body)
-        held = {"type": "json_schema", "json_schema": {"name": NAME, "schema": UNKEPT}}
-        contents = [
-            whole[: rng.randrange(1, len(whole))],
-            json.dumps(request.body | {"tools": [{}]}),
-            json.dumps(request.body | {"response_format": held, "text": {"format": held}}),
-        ]
+        cut_off = whole[: rng.randrange(1, len(whole))]
+        content = rng.choice([cut_off, *map(json.dumps, wrong_bodies(request))])
         response = await self._client.post(
-            request.path, content=rng.choice(contents), headers={"content-type": "application/json"}
+            request.path, content=content, headers={"content-type": "application/json"}
         )
         code = response.status_code
         self._seen.expect(code == 400, f"{request.kind}, wrong: {code}: {response.text[:200]}")
