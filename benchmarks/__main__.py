@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.entries import BENCHMARKS, SCRIPTS
+from benchmarks.entries import BENCHMARKS
 from benchmarks.run_all import JOBS, run_all
 from kvboost.cli.bench import PASS_ON, forward
 from kvboost.cli.common import errors, out, unwrap_help
@@ -24,22 +21,10 @@ app = typer.Typer(
 )
 
 
-def of_script(name: str) -> Callable[[typer.Context], None]:
-    """A command that hands its arguments to the ``main()`` of the module ``name``."""
-
-    def command(context: typer.Context) -> None:
-        sys.argv = [f"{PROGRAM} {name}", *context.args]
-        import_module(f"benchmarks.{name}").main()
-
-    return command
-
-
 for _benchmark in BENCHMARKS.values():
     app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
         forward(_benchmark)
     )
-for _name, _question in SCRIPTS.items():
-    app.command(_name, help=_question, context_settings=PASS_ON)(of_script(_name))
 
 
 @app.command("all")

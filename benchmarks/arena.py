@@ -11,14 +11,18 @@ references it has. ``kvboost quality`` measures the same with any model.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from kvboost import KVBoost, __version__
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import Bench, Report, option
+from kvboost.bench.kit.machine import here
 from kvboost.bench.quality.asked import payload_cost
+from kvboost.config import DEFAULT_MODEL
+from kvboost.errors import ConfigError
 from kvboost.tokens.prompt import Conversation
 
 NAME = "kvboost"
@@ -28,6 +32,20 @@ OPTIONS = {"reuse_moved": "always", "heal": "off", "max_cache_bytes": "8GiB"}
 cache has room for the sources of several questions."""
 SOURCES = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Marks where the sources are in the text of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"limit": 10}
+
+    model: str = option(DEFAULT_MODEL, "A model's folder or hub id.")
+    subset: str = option(SUBSETS[0], "The questions.", choices=SUBSETS)
+    data: str = option("", "KVShareArena's folder data/queryset; it must be given.")
+    out: str = option("", "The results are written to this file; it must be given.")
+    limit: int = option(100, "Questions; all 100 are scored.", least=1)
+    options: str = option(
+        "{}", """Options of KVBoost as JSON, such as '{"recompute_strategy": "cacheblend"}'."""
+    )
 
 
 @dataclass
@@ -113,42 +131,33 @@ class Method:
         return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a model's folder or hub id")
-    parser.add_argument("--subset", choices=SUBSETS, default=SUBSETS[0])
-    parser.add_argument("--data", required=True, help="KVShareArena's folder data/queryset")
-    parser.add_argument("--out", required=True, help="the results are written to this file")
-    parser.add_argument("--limit", type=int, default=100, help="questions; all 100 are scored")
-    parser.add_argument(
-        "--options",
-        type=json.loads,
-        default={},
-        help="""options of KVBoost as JSON, such as '{"recompute_strategy": "cacheblend"}'""",
-    )
-    options = parser.parse_args()
+def run(settings: Settings, bench: Bench) -> Report:
+    for name in ("data", "out"):
+        if not getattr(settings, name):
+            raise ConfigError(f"{name} is missing; see python -m benchmarks arena --help")
+    try:
+        options = json.loads(settings.options)
+    except ValueError as error:
+        raise ConfigError(f"options={settings.options!r} is no JSON: {error}") from error
     try:
         contract, harness = (
             import_module(f"kvsharearena.{name}") for name in ("contract", "harness")
         )
     except ImportError as error:
-        parser.error(
+        raise ConfigError(
             f"{error}; clone https://github.com/xishi404/KVShareArena, then "
             "pip install --no-deps -e KVShareArena"
-        )
+        ) from error
+    bench.machine = dict(here())
     contract.register(NAME)(type("KVBoostMethod", (Method, contract.BaseRepairMethod), {}))
     done = harness.run(
         NAME,
-        options.model,
+        settings.model,
         "re",
-        options.subset,
-        n=options.limit,
-        data_dir=options.data,
-        out=options.out,
-        method_cfg=options.options,
+        settings.subset,
+        n=settings.limit,
+        data_dir=settings.data,
+        out=settings.out,
+        method_cfg=options,
     )
-    print(json.dumps(done["summary"]))
-
-
-if __name__ == "__main__":
-    main()
+    return Report({"summary": done["summary"]}, [json.dumps(done["summary"])])

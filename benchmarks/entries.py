@@ -1,8 +1,7 @@
-"""The list of all benchmarks: those of ``kvboost bench``, those of this folder, and scripts.
+"""The list of all benchmarks: those of ``kvboost bench``, and those of this folder.
 
-To add one, write its module and add an entry here. A module with ``Settings`` and ``run`` (see
-``kvboost.bench.kit.benchmark``) gets its options, progress, record and picture from the kit; the
-``main()`` of a script reads the command line itself.
+To add one, write its module, with ``Settings`` and ``run`` (see ``kvboost.bench.kit.benchmark``),
+and add an entry here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ _ENTRIES = (
             "32,768 tokens of moved text: at most 0.25 of vLLM's time",
             "2,048 tokens of moved text (7B): at most 0.6 of vLLM's time",
         ),
-        plots=True,
     ),
     Benchmark(
         "far",
@@ -66,16 +64,6 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
-        "cluster",
-        "What does routing by content gain over taking turns, and what if a server is killed?",
-        "benchmarks.cluster",
-        goals=(
-            "content routing: at least 1.6 × the share of tokens not computed of round robin",
-            "a server killed under load: every request answered or failed with a retryable error; "
-            "none wrong",
-        ),
-    ),
-    Benchmark(
         "faults",
         "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
         "benchmarks.faults.run",
@@ -88,25 +76,25 @@ _ENTRIES = (
         long_running=True,
     ),
     Benchmark(
-        "restart",
-        "How fast is the first request of a new process whose cache is on disk?",
-        "benchmarks.restart",
+        "overload", "Is everything answered or refused under too much load?", "benchmarks.overload"
     ),
     Benchmark(
-        "moved",
-        "What do moved passages cost, by repair strategy and in conversations?",
-        "benchmarks.moved",
+        "kernels",
+        "What do our kernels for CPUs gain over torch?",
+        "benchmarks.kernels",
+        goals=(
+            "a decode step: at most 0.8 of torch's time",
+            "moved text: at most 0.8 of torch's time",
+            "reading: at most torch's time",
+        ),
+    ),
+    Benchmark("images", "What does reuse save of a prompt with an image?", "benchmarks.images"),
+    Benchmark("states", "What does a model with states save when it resumes?", "benchmarks.states"),
+    Benchmark(
+        "arena",
+        "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
+        "benchmarks.arena",
     ),
 )
 
 BENCHMARKS = benchmarks.BENCHMARKS | {benchmark.name: benchmark for benchmark in _ENTRIES}
-SCRIPTS = {
-    "arena": "How does KVBoost score in KVShareArena, against other ways to reuse KV?",
-    "images": "What does reuse save of a prompt with an image?",
-    "kernels": "What do our kernels for CPUs gain over torch?",
-    "overload": "Is everything answered or refused under too much load?",
-    "packed": "How fast are packed weights, against plain weights and llama.cpp?",
-    "speculation": "What do drafted tokens gain, by task?",
-    "states": "What does a model with states save when it resumes?",
-}
-"""The question of each script."""

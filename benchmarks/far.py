@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.entries import BENCHMARKS
-from benchmarks.shapes import SHAPES, number_tokenizer, random_model
+from benchmarks.shapes import DTYPES, SHAPES, device_for, number_tokenizer, random_model
 from kvboost import EngineConfig, KVBoost, StockModel
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
@@ -55,7 +55,6 @@ CHECKED_PROMPT = 6000
 LEAST_ROWS = 384
 """Rows of the smaller engine: a third of the prompt, and not fewer than this."""
 ANSWER = 8
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GOAL_SHAPE, GOAL_TOKENS, GOAL_MEMORY = "7b", 256 * 1024, 8 << 30
 
 
@@ -73,10 +72,7 @@ class Settings(benchmark.Settings):
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and settings.shape != "tiny":
-        raise KVBoostError("bench far needs an NVIDIA GPU, and torch finds none (see --shape tiny)")
-    device = "cuda" if on_gpu else "cpu"
+    device = device_for("far", [settings.shape])
     bench.describe(device, DTYPES[device])
     memory = parse_bytes(settings.device_memory, "device_memory")
     with memory_fence(torch.device(device, 0), memory):

@@ -7,7 +7,6 @@ difference between a long and a short answer divided by the tokens between them.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -17,25 +16,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from rich.console import RenderableType
 
 from benchmarks.entries import BENCHMARKS
-from benchmarks.shapes import EXPERTS, SHAPES, number_tokenizer, random_model, step_bytes
+from benchmarks.shapes import (
+    DTYPES,
+    EXPERTS,
+    SHAPES,
+    device_for,
+    number_tokenizer,
+    random_model,
+    step_bytes,
+)
 from benchmarks.vllm_connector import ALONE, HEADER, PASSAGES, QUESTION, TOGETHER
 from benchmarks.vllm_connector import random_tokens as tokens_of
 from benchmarks.vllm_runs import Place, run_worker
 from kvboost import KVBoost, StockModel
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
-from kvboost.bench.kit.figures import draw_lines
 from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import Contender, interleave, take_turns
-from kvboost.errors import ConfigError, KVBoostError
+from kvboost.errors import KVBoostError
 from kvboost.model.loading.machine import copy_bandwidth, gpu_kernels
 
 OURS, VLLM, STOCK, BATCHING = "KVBoost", "vLLM", "transformers", "continuous batching"
@@ -60,7 +65,6 @@ SHORT, LONG = 16, 80
 """Tokens of the two answers whose difference is measured."""
 DOCUMENTS = 3
 CACHE = 8 << 30
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 Times = dict[str, dict[int, float]]
 """Milliseconds by what was done and at how many tokens or requests."""
@@ -83,22 +87,10 @@ class Settings(benchmark.Settings):
     vllm: str | None = option(None, "A Python that has vLLM: it runs there too.")
     ours_only: bool = option(False, "Measure neither transformers nor its continuous batching.")
     profile: bool = option(False, "Also show the kernels of reading and of steps.")
-    record: str | None = option(None, "Show and draw this JSON record instead of measuring.")
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    if settings.record is not None:
-        try:
-            made = json.loads(Path(settings.record).read_text(), object_hook=_with_numbers)
-            bench.machine = made["machine"]
-            return _report(made["shapes"], [])
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"record={settings.record!r} is no record of this: {error}"
-            ) from error
-    if not torch.cuda.is_available() and settings.shapes != ("tiny",):
-        raise KVBoostError("bench gpu needs an NVIDIA GPU, and torch finds none (see --shape tiny)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_for("gpu", settings.shapes)
     bench.describe(device, DTYPES[device])
     problems: list[str] = []
     found = {shape: _measure(shape, device, settings, bench, problems) for shape in settings.shapes}
@@ -337,15 +329,9 @@ def _ratio(times: dict[str, Times], what: str, at: int) -> float | None:
     return None if ours is None or theirs is None else ours / theirs
 
 
-def _with_numbers(read: dict[str, Any]) -> dict[Any, Any]:
-    """JSON has strings for keys that were numbers."""
-    return {int(key) if key.isdigit() else key: value for key, value in read.items()}
-
-
 def _report(found: dict[str, Any], problems: list[str]) -> Report:
     shown = [_table(shape, one) for shape, one in found.items()]
-    draw = partial(_draw, found) if any(one["times"][OURS] for one in found.values()) else None
-    return Report({"shapes": found}, shown, _goals(found), draw, problems)
+    return Report({"shapes": found}, shown, _goals(found), problems=problems)
 
 
 def _table(shape: str, one: dict[str, Any]) -> RenderableType:
@@ -372,16 +358,3 @@ def _goals(found: dict[str, Any]) -> list[Goal]:
         known = [ratio for ratio in each if ratio is not None]
         judged.append(keeps_to(max(known, default=None), most))
     return judge(BENCHMARKS["gpu"].goals, judged)
-
-
-def _draw(found: dict[str, Any], title: str) -> Any:
-    panels: dict[str, Any] = {}
-    for shape, one in found.items():
-        for wanted, panel in enumerate(("first token, by tokens", "step, by requests")):
-            panels[f"{shape}: {panel}"] = {
-                name if wanted else f"{name}, {what}": list(some.items())
-                for name, times in one["times"].items()
-                for what, some in times.items()
-                if (what == STEP) == wanted
-            }
-    return draw_lines(panels, title=title, x="", y="milliseconds", log_x=True)

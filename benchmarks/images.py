@@ -1,28 +1,38 @@
 """The second question about an image, and an image that has moved, with a random SmolVLM.
 
-    python -m benchmarks images [--rounds 5] [--layers 16] [--width 576]
-
-Prints the time to the first token of the first and the second question about an image, and of a
-question about the same image after another text: by a full prefill and by reusing moved rows, with
-the KL between their distributions. The last line is JSON. The model is random, so the KL says
-little about quality; the times are those of the arithmetic.
+Figures are the times to the first token of the first and the second question about an image, and of
+a question about the same image after another text: by a full prefill and by reusing moved rows,
+with the KL between their distributions. The model is random, so the KL says little about quality;
+the times are those of the arithmetic.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
+from kvboost.bench.kit.tables import ms, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 TILE = 256
 LONG = "The report of the museum says that pictures are lent to schools for a week at most. " * 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"rounds": 1, "layers": 4}
+
+    rounds: int = option(5, ROUNDS, least=1, most=50)
+    layers: int = option(16, "Layers of the model.", least=1)
+    width: int = option(576, "Its width, a multiple of 192.", least=192)
 
 
 def make_engine(layers: int, width: int) -> Any:
@@ -85,19 +95,15 @@ def kl(engine: Any, messages: Any) -> float:
     return float((full.exp() * (full - moved)).sum())
 
 
-def main() -> None:
+def run(settings: Settings, bench: Bench) -> Report:
     from support.vision_models import about, file_of, picture
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=576)
-    args = parser.parse_args()
-    engine = make_engine(args.layers, args.width)
+    bench.describe("cpu", torch.float32)
+    engine = make_engine(settings.layers, settings.width)
     found: dict[str, list[float]] = {name: [] for name in ("first", "second", "full", "moved")}
     divergences = []
     first_token_ms(engine, about(file_of(picture(0, 512, 512)), "What is this?"))  # not measured
-    for seed in range(1, args.rounds + 1):
+    for seed in range(1, settings.rounds + 1):
         image = file_of(picture(seed, 512, 512))
         found["first"].append(first_token_ms(engine, about(image, "What is this?")))
         found["second"].append(first_token_ms(engine, about(image, "Which of them is red?")))
@@ -105,15 +111,14 @@ def main() -> None:
         divergences.append(kl(engine, after))
         found["full"].append(first_token_ms(engine, after, "baseline"))
         found["moved"].append(first_token_ms(engine, after))
-    rows = len(engine.encode(about(image, "What is this?")))
+    tokens = len(engine.encode(about(image, "What is this?")))
     engine.close()
-    ms = {name: round(median(times), 1) for name, times in found.items()}
-    print(f"an image of 512 x 512 pixels in a prompt of {rows} tokens, {args.rounds} rounds")
-    print(f"first question   {ms['first']:8.1f} ms")
-    print(f"second question  {ms['second']:8.1f} ms")
-    print(
-        f"moved, full prefill with kept features {ms['full']:8.1f} ms, reused {ms['moved']:8.1f} ms"
-    )
-    ratio = round(ms["second"] / ms["first"], 3)
-    told = {**ms, "ratio": ratio, "moved_ratio": round(ms["moved"] / ms["full"], 3)}
-    print(json.dumps({**told, "kl": median(divergences)}))
+    times = {name: median(some) for name, some in found.items()}
+    ratio, moved_ratio = times["second"] / times["first"], times["moved"] / times["full"]
+    rows = [
+        ("another question ÷ the first", ms(times["second"]), ms(times["first"]), f"{ratio:.3f}"),
+        ("moved ÷ all rows computed", ms(times["moved"]), ms(times["full"]), f"{moved_ratio:.3f}"),
+    ]
+    title = f"an image of 512 x 512 pixels in a prompt of {tokens} tokens: first token"
+    figures = {"ratio": ratio, "moved_ratio": moved_ratio, "kl": median(divergences)}
+    return Report({"ms": times, **figures}, [table(title, ("",), ("ms", "÷ ms", "ratio"), rows)])

@@ -3,93 +3,96 @@
 Two processes take turns, one with our kernels and one with ``KVBOOST_NATIVE=0``: each round, both
 do the same work one after the other, so that a busy machine slows both. Three ratios of medians:
 a decode step after 2,048 tokens, a request with moved text (time to first token), and reading a
-prompt. The last line is JSON.
-
-    python -m benchmarks kernels [--model smollm2-135m] [--dtype float32] [--rounds 7]
+prompt.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
-import platform
-import statistics
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
-GOALS = {"decode step": 0.8, "moved text": 0.8, "reading": 1.0}
-TOKENS = 2048
+from benchmarks.entries import BENCHMARKS
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
+from kvboost.bench.kit.goals import judge, keeps_to
+from kvboost.bench.kit.tables import ms, table
+from kvboost.bench.kit.timing import take_turns
+from kvboost.config import DEFAULT_MODEL
+from kvboost.progress import Progress
+
+MOST = {"decode step": 0.8, "moved text": 0.8, "reading": 1.0}
+"""The most that each task may take of torch's time; in the order of the benchmark's goals."""
 STEPS = 8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="length of the text")
-    options = parser.parse_args()
-    workers = {"ours": Worker(options, native="1"), "torch": Worker(options, native="0")}
-    times: dict[str, dict[str, list[float]]] = {task: {} for task in GOALS}
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"rounds": 2, "tokens": 512}
+
+    model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    dtype: str = option("float32", "float32, bfloat16 or float16.")
+    rounds: int = option(7, ROUNDS, least=1, most=50)
+    tokens: int = option(2048, "Length of the text.", least=256)
+
+
+def run(settings: Settings, bench: Bench) -> Report:
+    workers = {"ours": Worker(settings, native="1"), "torch": Worker(settings, native="0")}
+    bench.describe("cpu", settings.dtype, kernels=workers["ours"].kernels)
+    total = len(MOST) * (settings.rounds + 1)
+    times: dict[str, dict[str, float]] = {}
     try:
-        for number in range(options.rounds + 1):  # the first one warms up
-            for task in GOALS:
-                for name, worker in workers.items():
-                    seconds = worker.run(task)
-                    if number:
-                        times[task].setdefault(name, []).append(seconds)
-                        print(f"{number} {task:12} {name:6} {seconds * 1e3:9.1f} ms", flush=True)
+        with (
+            Progress("two processes take turns") as progress,
+            progress.step("rounds", total) as step,
+        ):
+            for task in MOST:
+                timers = {name: partial(worker.run, task) for name, worker in workers.items()}
+                found = take_turns(timers, settings.rounds, step.advance)
+                times[task] = {name: sample.median_ms for name, sample in found.items()}
     finally:
         for worker in workers.values():
             worker.close()
-    report: dict[str, object] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "kernels": workers["ours"].kernels,
-        "model": options.model,
-        "dtype": options.dtype,
-        "tokens": options.tokens,
-        "rounds": options.rounds,
-    }
-    for task, goal in GOALS.items():
-        ours, torchs = (statistics.median(times[task][name]) for name in ("ours", "torch"))
-        ratio = ours / torchs
-        print(f"{task}: {ratio:.2f} x torch's time; the goal is at most {goal}")
-        report[task] = {
-            "ours_ms": round(ours * 1e3, 2),
-            "torch_ms": round(torchs * 1e3, 2),
-            "ratio": round(ratio, 3),
-            "goal": goal,
-            "reached": ratio <= goal,
-        }
-    print(json.dumps(report))
+    ratios = {task: each["ours"] / each["torch"] for task, each in times.items()}
+    rows = [
+        (task, ms(each["ours"]), ms(each["torch"]), f"{ratios[task]:.2f}")
+        for task, each in times.items()
+    ]
+    return Report(
+        {"ms": times, "ratios": ratios},
+        [table(f"after {settings.tokens:,} tokens, ms", ("",), ("ours", "torch", "÷ torch"), rows)],
+        judge(BENCHMARKS["kernels"].goals, [keeps_to(ratios[task], MOST[task]) for task in MOST]),
+    )
 
 
 class Worker:
     """A process that runs one task at a time."""
 
-    def __init__(self, options: argparse.Namespace, native: str) -> None:
+    def __init__(self, settings: Settings, native: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, native, options), daemon=True)
+        self._process = context.Process(target=work, args=(theirs, native, settings), daemon=True)
         self._process.start()
         theirs.close()
         self.kernels: str = self._pipe.recv()
 
-    def run(self, task: str) -> float:
-        """The seconds that it takes; raises ``EOFError`` if the process has ended."""
+    def run(self, task: str, _: int) -> float:
+        """The milliseconds that it takes; raises ``EOFError`` if the process has ended."""
         self._pipe.send(task)
         seconds: float = self._pipe.recv()
-        return seconds
+        return seconds * 1e3
 
     def close(self) -> None:
         self._pipe.close()
         self._process.join()
 
 
-def work(pipe: Connection, native_allowed: str, options: argparse.Namespace) -> None:
+def work(pipe: Connection, native_allowed: str, settings: Settings) -> None:
     os.environ["KVBOOST_NATIVE"] = native_allowed
     import torch
 
@@ -97,12 +100,12 @@ def work(pipe: Connection, native_allowed: str, options: argparse.Namespace) -> 
     from kvboost.model import native
 
     engine = KVBoost.from_pretrained(
-        options.model, device="cpu", dtype=options.dtype, reuse_moved="always"
+        settings.model, device="cpu", dtype=settings.dtype, reuse_moved="always"
     )
     lines = (f"Entry {n}: {n * 7919 % 9973} items at {n * 31 % 997} each.\n" for n in range(2048))
-    text = engine.encode("".join(lines))[: options.tokens]
-    assert len(text) == options.tokens, f"--tokens can be at most {len(text)}"
-    half = options.tokens // 2
+    text = engine.encode("".join(lines))[: settings.tokens]
+    assert len(text) == settings.tokens, f"--tokens can be at most {len(text)}"
+    half = settings.tokens // 2
     engine.warm(text)
     asked = 0
 
@@ -143,7 +146,7 @@ def work(pipe: Connection, native_allowed: str, options: argparse.Namespace) -> 
         "reading": read,
     }
     with engine:
-        pipe.send(native.describe(getattr(torch, options.dtype)))
+        pipe.send(native.describe(getattr(torch, settings.dtype)))
         with suppress(EOFError):  # the parent has closed its end
             while True:
                 pipe.send(tasks[pipe.recv()]())

@@ -5,15 +5,11 @@ and lets wait, and some hang up or send what is wrong. Every request must be ans
 with 429 or 503 and Retry-After. An answer must keep to its schema, and a greedy one must be what
 the idle server answered before. A light user with a key of its own asks for a short answer now and
 then: it must never be refused, and wait no longer than the crowd does. Afterwards the server must
-hold no KV, no more open files than before, and its memory must be back at its level. Ends with
-status 1 if anything of this does not hold; the last line is JSON.
-
-    python -m benchmarks overload --minutes 5
+hold no KV, no more open files than before, and its memory must be back at its level.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,19 +17,21 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import jsonschema_rs
 
-from benchmarks.cluster import open_client
 from benchmarks.soak import MOST_GROWTH, levels, resident_mb
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
 from kvboost.bench.serve.clients import data_of
+from kvboost.bench.serve.connection import KEPT_SECONDS
 from kvboost.bench.texts.prompts import docstrings
 from kvboost.config import DEFAULT_MODEL
 
@@ -63,6 +61,14 @@ SCHEMA: dict[str, Any] = {
 NAME, TOLD = "note", "Makes a note of a text."
 UNKEPT: dict[str, Any] = {"type": "object", "not": {"type": "string"}}
 """A schema that cannot be honoured, and is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"minutes": 0.5}
+
+    model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    minutes: float = option(5.0, "How long the crowd asks.", least=0.1)
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,28 @@ class Seen:
         self.seconds.setdefault(who, []).append(seconds)
 
 
+def wrong_bodies(request: Request) -> list[dict[str, Any]]:
+    """Bodies that must be refused with 400."""
+    held = {"type": "json_schema", "json_schema": {"name": NAME, "schema": UNKEPT}}
+    unkept = {"response_format": held, "text": {"format": held}}
+    if request.path == MESSAGES or request.kind == "tools":
+        unkept = {"temperature": "hot"}  # a format is ignored there
+    return [request.body | {"tools": [{}]}, request.body | unkept]
+
+
+def open_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
+    closes an idle connection before a server would, so that no request meets one that ends."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=600,
+        limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),
+        trust_env=False,
+        verify=False,  # all servers speak HTTP; certificates would only be loaded
+    )
+
+
 class Clients:
     """Clients of one server."""
 
@@ -209,7 +237,7 @@ class Clients:
         self._seen = seen
         self._answers: dict[str, str] = {}
         """Of the idle server, by request."""
-        self._client = open_client(600, base_url=server.url, headers={"x-api-key": CROWD})
+        self._client = open_client(server.url, {"x-api-key": CROWD})
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -296,14 +324,10 @@ class Clients:
 
     async def _send_wrong(self, request: Request, rng: random.Random) -> str:
         whole = json.dumps(request.body)
-        held = {"type": "json_schema", "json_schema": {"name": NAME, "schema": UNKEPT}}
-        contents = [
-            whole[: rng.randrange(1, len(whole))],
-            json.dumps(request.body | {"tools": [{}]}),
-            json.dumps(request.body | {"response_format": held, "text": {"format": held}}),
-        ]
+        cut_off = whole[: rng.randrange(1, len(whole))]
+        content = rng.choice([cut_off, *map(json.dumps, wrong_bodies(request))])
         response = await self._client.post(
-            request.path, content=rng.choice(contents), headers={"content-type": "application/json"}
+            request.path, content=content, headers={"content-type": "application/json"}
         )
         code = response.status_code
         self._seen.expect(code == 400, f"{request.kind}, wrong: {code}: {response.text[:200]}")
@@ -408,34 +432,31 @@ def judge(seen: Seen) -> None:
     seen.expect(light <= crowd, f"the light user waits {light:.1f} s, the crowd {crowd:.1f} s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--minutes", type=float, default=5.0)
-    given = parser.parse_args(arguments)
-    setting, _ = prepare(given.model, MAX_RUNNING)
+def run(settings: Settings, bench: Bench) -> Report:
+    setting, _ = prepare(settings.model, MAX_RUNNING)
     setting = replace(setting, cache_bytes=CACHE_BYTES, dtype="float32")
+    bench.describe(setting.device, setting.dtype, threads=setting.threads)
     options = ("--max-running", str(MAX_RUNNING), "--max-waiting", str(MAX_WAITING))
     server = KeyedServer("kvboost", "prefix_cache", *options)
     texts = [text[:TEXT_CHARACTERS] for _, text in docstrings() if len(text) >= TEXT_CHARACTERS]
     with running(server, setting, key=OPERATOR) as there:
         requests = make_requests(there.model, texts[:TEXTS])
         clients = 2 * (MAX_RUNNING + MAX_WAITING)
-        load = overload(there, requests, clients=clients, seconds=60 * given.minutes)
+        load = overload(there, requests, clients=clients, seconds=60 * settings.minutes)
         seen = asyncio.run(load)
     judge(seen)
-    for outcome, number in sorted(seen.outcomes.items()):
-        print(f"{number:7,}  {outcome}")
-    print(f"{seen.compared:,} answers compared, {seen.validated:,} of them by their schemas")
-    print(f"the server counts {seen.finished}")
+    return Report(vars(seen), [_told(seen)], problems=seen.problems)
+
+
+def _told(seen: Seen) -> str:
+    lines = [f"{number:7,}  {outcome}" for outcome, number in sorted(seen.outcomes.items())]
+    lines.append(f"{seen.compared:,} answers compared, {seen.validated:,} of them by their schemas")
+    lines.append(f"the server counts {seen.finished}")
     for who, seconds in seen.seconds.items():
         told = f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} at most"
-        print(f"a short answer takes {told}: {who}, {len(seconds)} times")
+        lines.append(f"a short answer takes {told}: {who}, {len(seconds)} times")
     first, *_, at_rest = seen.memory_mb
     told = f"{first:,.0f} MB after a tenth of the time, {max(seen.memory_mb):,.0f} at most"
-    print(f"memory: {told}, {at_rest:,.0f} at rest")
-    print(f"open files: {seen.open_files[0]} before, {seen.open_files[1]} at rest")
-    for problem in list(dict.fromkeys(seen.problems))[:20]:
-        print(f"! {problem}")
-    print(json.dumps(vars(seen)))
-    raise SystemExit(1 if seen.problems else 0)
+    lines.append(f"memory: {told}, {at_rest:,.0f} at rest")
+    lines.append(f"open files: {seen.open_files[0]} before, {seen.open_files[1]} at rest")
+    return "\n".join(lines)

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.entries import BENCHMARKS
 from kvboost.bench.kit.benchmark import duration
 from kvboost.bench.kit.figures import check_plot
-from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.goals import Goal, show_goals
 from kvboost.bench.kit.machine import here
 from kvboost.bench.kit.record import append, record
 from kvboost.bench.kit.tables import table
@@ -56,11 +56,9 @@ class Job:
 
 JOBS = (
     Job("ttft", "--peers --rounds 5", 1900, "--quick", 60),
-    Job("quality", "--limit 10", 300),
+    Job("quality", "--limit 10", 300, "--quick", 50),
     Job("serve", "--rounds 1 --requests 3 --seconds 90", 600),
     Job("agent", "--rounds 1", 600),
-    Job("cluster", "", 240),
-    Job("restart", "", 60, "--quick", 30),
 )
 
 
@@ -148,13 +146,13 @@ def run_job(job: Job, folder: Path, *, quick: bool, plots: bool, left: float, ru
 
 
 def judge(outcomes: Sequence[Outcome]) -> list[Goal]:
-    """Every goal of the list: as the benchmark's report says, or not run."""
-    reports = {one.name: one.report for one in outcomes if one.report is not None}
+    """The goals of these benchmarks: as their reports say, or not run."""
     judged = []
-    for benchmark in BENCHMARKS.values():
-        said = {goal["text"]: goal for goal in reports.get(benchmark.name, {}).get("goals", ())}
+    for one in outcomes:
+        said = {goal["text"]: goal for goal in (one.report or {}).get("goals", ())}
         missing = {"met": None, "figure": "not run"}
-        judged += [Goal(**said.get(text, {"text": text, **missing})) for text in benchmark.goals]
+        texts = BENCHMARKS[one.name].goals
+        judged += [Goal(**said.get(text, {"text": text, **missing})) for text in texts]
     return judged
 
 
@@ -165,12 +163,6 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
         for one in (*outcomes, Outcome("all", "", *total))
     ]
     return table("benchmarks", ("benchmark", "state", ""), ("took", "expected"), rows)
-
-
-def goal_table(goals: Sequence[Goal]) -> Table:
-    states = {True: "met", False: "not met", None: "–"}
-    rows = [(goal.text, states[goal.met], goal.figure) for goal in goals]
-    return table("goals", ("goal", "", "measured"), (), rows)
 
 
 def run_all(
@@ -210,7 +202,8 @@ def run_all(
                 append(results, outcome.report)
             step.advance()
     goals = judge(outcomes)
-    console.print(outcome_table(outcomes), goal_table(goals))
+    console.print(outcome_table(outcomes))
+    show_goals(console, goals)
     console.print(f"results, logs and plots are in {folder}", highlight=False)
     figures = {
         "quick": quick,

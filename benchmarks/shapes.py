@@ -3,12 +3,15 @@ depends on shapes, not on weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from kvboost.errors import KVBoostError
 from kvboost.model.loading.experts import idle_weights
 
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "tiny": (64, 96, 2, 4, 2),
     "0.5b": (896, 4864, 24, 14, 2),
@@ -121,6 +124,17 @@ def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) ->
             return getattr(transformers, name)(config).eval()
     finally:
         torch.set_default_dtype(previous)
+
+
+def device_for(benchmark: str, shapes: Sequence[str]) -> str:
+    """cuda, or cpu for the tiny shape where there is no GPU; no other shape runs there."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if list(shapes) != ["tiny"]:
+        raise KVBoostError(
+            f"{benchmark} needs an NVIDIA GPU, and torch finds none (see --shape tiny)"
+        )
+    return "cpu"
 
 
 def number_tokenizer(size: int = VOCABULARY) -> Any:

@@ -1,34 +1,43 @@
-"""Measures what a model with states saves when it goes on from stored states.
-
-    python -m benchmarks states [--tokens 4096] [--repeat 3]
+"""What a model with states saves when it goes on from stored states.
 
 A random model with the layers of Qwen3-Next (three of four are linear) and about 100 million
 weights runs on a CPU in float32. It reads a prefix and a question; then the prefix alone; then it
-goes on from the prefix with other questions. The last line is JSON: medians of the seconds to the
-first token, and resumed divided by read.
+goes on from the prefix with other questions. Figures are medians of the seconds to the first token,
+and resumed divided by read.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from benchmarks.shapes import number_tokenizer
 from kvboost import GenerationMode, KVBoost
-from kvboost.config import EngineConfig
+from kvboost.bench.kit import benchmark
+from kvboost.bench.kit.benchmark import Bench, Report, option
 
+VOCABULARY = 4096
 QUESTION = 32
 """Tokens after the prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(benchmark.Settings):
+    QUICK: ClassVar = {"tokens": 512, "repeat": 1}
+
+    tokens: int = option(4096, "Tokens of the prefix.", least=256)
+    repeat: int = option(3, "How often each is done.", least=1)
 
 
 def make_model() -> Qwen3NextForCausalLM:
     torch.manual_seed(0)
     config = Qwen3NextConfig(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=768,
         num_hidden_layers=12,
         num_attention_heads=8,
@@ -50,48 +59,41 @@ def make_model() -> Qwen3NextForCausalLM:
     return Qwen3NextForCausalLM(config).eval()
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Prompts are token ids, so one word is enough."""
-    from tokenizers import Tokenizer, models
-
-    vocab = {"<eos>": 0, **{str(number): number for number in range(1, 4096)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Resuming from states against reading again.")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the prefix")
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
+def run(settings: Settings, bench: Bench) -> Report:
+    bench.describe("cpu", torch.float32)
     model = make_model()
-    ids = torch.randint(1, 4096, (options.tokens + QUESTION * options.repeat,)).tolist()
-    prefix = ids[: options.tokens]
-    engine = KVBoost.from_model(model, make_tokenizer(), config=EngineConfig())
+    length = settings.tokens + QUESTION * settings.repeat
+    ids = torch.randint(1, VOCABULARY, (length,)).tolist()
+    prefix = ids[: settings.tokens]
+    engine = KVBoost.from_model(model, number_tokenizer(VOCABULARY))
     forward = engine._model.forward
 
     def seconds(mode: GenerationMode, number: int) -> tuple[float, int]:
-        question = ids[options.tokens + number * QUESTION :][:QUESTION]
+        question = ids[settings.tokens + number * QUESTION :][:QUESTION]
         began = time.perf_counter()
         result = engine.generate([*prefix, *question], 1, mode, keep=False)
         return time.perf_counter() - began, result.cached_tokens
 
     with engine:
         engine.generate(prefix[:256], 1, GenerationMode.BASELINE)  # the first forward is slower
-        read = [seconds(GenerationMode.BASELINE, n)[0] for n in range(options.repeat)]
+        read = [seconds(GenerationMode.BASELINE, n)[0] for n in range(settings.repeat)]
         engine.warm(prefix)
-        resumed = [seconds(GenerationMode.PREFIX_CACHE, n) for n in range(options.repeat)]
-        assert {cached for _, cached in resumed} == {options.tokens}, resumed
-    medians = statistics.median(read), statistics.median(one for one, _ in resumed)
-    found = {
-        "prefix_tokens": options.tokens,
-        "weights": sum(weight.numel() for weight in model.parameters()),
-        "state_bytes": forward.states.nbytes,
-        "kv_bytes_per_token": forward.shape.row_bytes,
-        "state_every": engine._runtime.backend.state_every,
-        "threads": torch.get_num_threads(),
-        "read_s": round(medians[0], 3),
-        "resumed_s": round(medians[1], 3),
-        "resumed_over_read": round(medians[1] / medians[0], 4),
-    }
-    print(json.dumps(found))
+        resumed = [seconds(GenerationMode.PREFIX_CACHE, n) for n in range(settings.repeat)]
+        assert {cached for _, cached in resumed} == {settings.tokens}, resumed
+    read_s, resumed_s = statistics.median(read), statistics.median(one for one, _ in resumed)
+    told = (
+        f"first token over {settings.tokens:,} tokens and a question: read {read_s:.3f} s, "
+        f"resumed {resumed_s:.3f} s, {resumed_s / read_s:.3f} of it"
+    )
+    return Report(
+        {
+            "weights": sum(weight.numel() for weight in model.parameters()),
+            "state_bytes": forward.states.nbytes,
+            "kv_bytes_per_token": forward.shape.row_bytes,
+            "state_every": engine._runtime.backend.state_every,
+            "read_s": read_s,
+            "resumed_s": resumed_s,
+            "resumed_over_read": resumed_s / read_s,
+        },
+        [told],
+    )

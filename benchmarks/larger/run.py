@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from rich.console import RenderableType
 
 from benchmarks.entries import BENCHMARKS
 from benchmarks.larger import streaming
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, device_for
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal, judge, reaches
 from kvboost.bench.kit.tables import table
 from kvboost.config import format_bytes, parse_bytes
-from kvboost.errors import KVBoostError
 
 GOAL_SHAPE, GOAL_MEMORY = "32b", 8 << 30
 """The shape and memory that the goals are about."""
@@ -40,12 +38,8 @@ class Settings(benchmark.Settings):
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and settings.shape != "tiny":
-        raise KVBoostError(
-            "bench larger needs an NVIDIA GPU, and torch finds none (see --shape tiny)"
-        )
-    bench.describe("cuda" if on_gpu else "cpu", "int4, bfloat16" if on_gpu else "float32")
+    device = device_for("larger", [settings.shape])
+    bench.describe(device, "int4, bfloat16" if device == "cuda" else "float32")
     memory = parse_bytes(settings.memory, "device-memory")
     if settings.shape == "tiny":
         memory = TINY_MEMORY + (max(settings.requests) << 20)

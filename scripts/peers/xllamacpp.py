@@ -1,5 +1,5 @@
-"""llama.cpp's server without its port: one slot or several that share the context, older prompts
-kept in RAM, and shifting of runs of tokens (``--cache-reuse``)."""
+"""llama.cpp's server without its port: one slot, older prompts kept in RAM, and shifting of runs of
+tokens (``--cache-reuse``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Engine:
     def __init__(self, given: dict[str, Any]) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = given["gguf"]
-        params.n_parallel, params.n_ctx = given.get("slots", 1), given["context"]
+        params.n_parallel, params.n_ctx = 1, given["context"]
         params.kv_unified = True
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given["threads"]
         params.cache_prompt, params.n_cache_reuse = True, given["least_reused"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
 from benchmarks import arena
+from benchmarks.entries import BENCHMARKS
 from kvboost import KVBoost
+from kvboost.errors import ConfigError
 from support.passages import text
 from support.tiny import byte_tokenizer, tiny_model
 
@@ -71,7 +72,7 @@ def test_options_change_how_sources_are_repaired(folder: str) -> None:
         assert engine.chat(messages, 4, "baseline").output_text == whole.text
 
 
-def test_the_harness_is_given_the_method(folder: str, monkeypatch, capsys) -> None:
+def test_the_harness_is_given_the_method(folder: str, monkeypatch) -> None:
     registered, told = {}, {}
 
     class Base(ABC):
@@ -92,17 +93,16 @@ def test_the_harness_is_given_the_method(folder: str, monkeypatch, capsys) -> No
     contract.register = lambda name: lambda kind: registered.setdefault(name, kind)
     for module in (ModuleType("kvsharearena"), contract, harness):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    command = ["arena", "--model", folder, "--data", "D", "--out", "F", "--limit", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--options", '{"chunk_size": 64}'])
-    arena.main()
-    assert json.loads(capsys.readouterr().out) == {"n": 2}
+    given = {"data": "D", "out": "F", "limit": 2, "options": '{"chunk_size": 64}'}
+    settings = arena.Settings(model=folder, **given)
+    report = BENCHMARKS["arena"].perform(settings, Console(quiet=True))
+    assert report["summary"] == {"n": 2}
     assert (told["subset"], told["data_dir"], told["out"]) == ("hotpotqa", "D", "F")
     assert told["method_cfg"] == {"chunk_size": 64} and issubclass(registered["kvboost"], Base)
 
 
-def test_the_missing_harness_is_named(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_the_missing_harness_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "kvsharearena", None)
-    monkeypatch.setattr(sys, "argv", ["arena", "--model", "m", "--data", "d", "--out", "o"])
-    with pytest.raises(SystemExit):
-        arena.main()
-    assert "clone https://github.com/xishi404/KVShareArena" in capsys.readouterr().err
+    settings = arena.Settings(model="m", data="d", out="o")
+    with pytest.raises(ConfigError, match="clone https://github"):
+        BENCHMARKS["arena"].perform(settings, Console(quiet=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ from typer.testing import CliRunner
 
 import benchmarks
 from benchmarks.__main__ import app
-from benchmarks.entries import BENCHMARKS, SCRIPTS
+from benchmarks.entries import BENCHMARKS
 from benchmarks.run_all import JOBS
 from kvboost.errors import KVBoostError
 
 FOLDER = Path(benchmarks.__file__).parent
 SHARED = {"__main__", "entries", "run_all", "shapes", "random_int4", "small"}
-WORKERS = {"packed_worker", "vllm_connector", "vllm_runs"}
+WORKERS = {"vllm_connector", "vllm_runs"}
 
 runner = CliRunner()
 
@@ -29,12 +28,12 @@ def run(*arguments: str):
 def test_every_module_is_a_benchmark_or_used_by_one() -> None:
     named = {one.module.split(".")[1] for one in BENCHMARKS.values() if "kvboost" not in one.module}
     modules = {path.stem for path in FOLDER.glob("*.py")} | {"faults", "larger"}
-    assert modules == named | set(SCRIPTS) | SHARED | WORKERS | {"__init__"}
+    assert modules == named | SHARED | WORKERS | {"__init__"}
 
 
 def test_the_list_has_every_benchmark() -> None:
     shown = run("--help").output
-    for name in (*BENCHMARKS, *SCRIPTS, "all"):
+    for name in (*BENCHMARKS, "all"):
         assert name in shown
 
 
@@ -57,19 +56,11 @@ def test_a_benchmark_of_gpus_says_that_it_needs_one(name: str, given, monkeypatc
         BENCHMARKS[name].perform(BENCHMARKS[name].settings(**given), Console(quiet=True))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_explains_its_options(name: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", [name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        import_module(f"benchmarks.{name}").main()
-    assert ended.value.code == 0
-    assert "usage:" in capsys.readouterr().out.lower()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("restart", "--tokens", "64", "-m", "no-such-model"), "tokens=64"),
+        (("soak", "--minutes", "0"), "minutes=0"),
+        (("arena", "--data", "d"), "out is missing"),
         (("all", "--only", "nonsense"), "only='nonsense'"),
     ],
 )

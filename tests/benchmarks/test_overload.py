@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 
+import httpx
+
 from benchmarks import overload as script
 from kvboost import EngineConfig, KVBoost
 from kvboost.bench.peers.process import Running
 from kvboost.serve.settings import parse_keys
 from support.live_server import live_server
 from support.tiny import byte_tokenizer, tiny_model
+
+KEY = {"x-api-key": script.CROWD}
 
 
 def test_every_request_is_answered_right_or_refused() -> None:
@@ -22,6 +26,11 @@ def test_every_request_is_answered_right_or_refused() -> None:
         live_server(engine, served_names=("tiny",), keys=keys) as server,
     ):
         requests = script.make_requests("tiny", ["A short text."], max_tokens=120)
+        for request in requests:
+            for body in script.wrong_bodies(request):
+                where = f"{server.url}{request.path}"
+                refused = httpx.post(where, json=body, headers=KEY, trust_env=False)
+                assert refused.status_code == 400, (request.kind, refused.text)
         where = Running(server.url, "tiny", os.getpid(), 0.0)
         load = script.overload(where, requests, clients=8, seconds=0.1, least=10, pause=0.2)
         seen = asyncio.run(load)

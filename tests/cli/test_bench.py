@@ -45,9 +45,9 @@ def test_help_explains_an_option_with_its_choices_and_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("quality", "--chunking", "magic"), "chunking='magic'"),
+        (("quality", "--donor", "magic"), "donor='magic'"),
         (("quality", "--bits", "3"), "bits=3 is not available"),
-        (("quality", "--chunk-size", "4"), "chunk-size=4 must be"),
+        (("quality", "--passage-tokens", "4"), "passage-tokens=4 must be"),
         (("quality", "--save", "/nowhere/rows"), "there is no folder '/nowhere'"),
         (("ttft", "--plot", "a.doc"), "must end in"),
     ],

@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 
 import kvboost
 from benchmarks.__main__ import app as benchmarks
-from benchmarks.entries import SCRIPTS
 from kvboost.cli import app
 from kvboost.results import GenerationResult
 from support.load_script import load_example, load_script
@@ -91,10 +90,6 @@ def complaint(command: tuple[str, ...]) -> str | None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         unknown = {word for word in arguments if "=" not in word} - {*targets}
         return f"no target {unknown}" if unknown else None
-    if program == "benchmarks" and arguments[:1] and arguments[0] in SCRIPTS:
-        module = importlib.import_module(f"benchmarks.{arguments[0]}")
-        # Prose may name a benchmark without the options that it needs.
-        return _refusal_of(module.main, arguments[1:]) if arguments[1:] else None
     if program in ("kvboost", "benchmarks"):
         return _refusal_of_app(app if program == "kvboost" else benchmarks, arguments)
     folder, _, name = program.partition("/")

@@ -14,7 +14,8 @@ import torch
 
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.contenders import Contenders
-from kvboost.bench.peers.engines import ENGINES, OURS, OWN, PEERS, STOCK
+from kvboost.bench.peers.engines import ENGINES, OWN, PEERS, STOCK
+from kvboost.bench.peers.servers import OURS
 from kvboost.bench.peers.setting import Setting, prepare
 from kvboost.bench.peers.worker import Worker
 from kvboost.bench.peers.workers import kvboost_here, stock
@@ -163,7 +164,7 @@ def test_the_other_engines_go_on(
         assert crew.ask("good", [1, 2]).cached_tokens == 2
     assert set(crew.failures) == {"unloadable", "hanging"}
     assert list(crew.missing) == ["vllm"] and "run make peers" in crew.missing["vllm"]
-    assert set(crew.described) == {"good", "hanging"}
+    assert set(crew.as_json()["engines"]) == {"good", "hanging"}
 
 
 def test_missing_engines_name_the_remedy(

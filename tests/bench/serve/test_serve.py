@@ -52,7 +52,6 @@ def test_a_round_counts_what_was_answered() -> None:
     assert one.itl_p95_ms == pytest.approx(200)
     assert one.seconds == pytest.approx(2.6)
     assert one.requests_per_s == pytest.approx(3 / 2.6)
-    assert one.tokens_per_s == pytest.approx(9 / 2.6)
     assert (one.cached_share, one.moved_share) == pytest.approx((0.2, 0.15))
     assert one.beyond_server_p50_ms == pytest.approx(2)
     assert (one.loop_cpu_ms, one.process_cpu_ms) == pytest.approx((10, 100))

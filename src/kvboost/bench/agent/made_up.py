@@ -73,9 +73,9 @@ class Row:
         sums = [sum(getattr(one.answer, name) for one in session) for session in self.sessions]
         return 1e3 * float(statistics.median(sums))
 
-    def turn(self, number: int, name: str = "ttft_s") -> Value:
-        """That of one turn, with the lowest and the highest of the rounds."""
-        found = [1e3 * getattr(session[number].answer, name) for session in self.sessions]
+    def turn(self, number: int) -> Value:
+        """The first token of one turn, with the lowest and the highest of the rounds."""
+        found = [1e3 * (session[number].answer.ttft_s or 0.0) for session in self.sessions]
         return Value(statistics.median(found), min(found), max(found))
 
     def tokens(self, name: str) -> int:
@@ -102,9 +102,6 @@ class Row:
             "cached_tokens": self.tokens("cached_tokens"),
             "rows": self.rows(),
             "turns_ttft_ms": [self.turn(at).middle for at in range(len(self.sessions[0]))],
-            "turns_total_ms": [
-                self.turn(at, "total_s").middle for at in range(len(self.sessions[0]))
-            ],
             "sessions": [[_told(one) for one in session] for session in self.sessions],
         }
 
@@ -224,11 +221,8 @@ class Player:
     def take_turn(self, session: Session, done: Sequence[Played], tool_seconds: float) -> Played:
         """The turn after ``done``. Raises ``KVBoostError`` if it is not answered: what follows
         would be another conversation."""
-        self.server.thaw()
-        try:
+        with self.server.thawed():
             return asyncio.run(self._ask(session, done, tool_seconds))
-        finally:
-            self.server.freeze()
 
     async def _ask(self, session: Session, done: Sequence[Played], tool_seconds: float) -> Played:
         answer = Answer(0.0)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -181,7 +181,7 @@ class Replay:
             with (
                 progress.step(f"session {told}: {name}", total) as step,
                 given_up(self.failures, name),
-                thawed(server),
+                server.thawed(),
             ):
                 asyncio.run(self._sessions_of(name, server, group, step))
         for name in self.failures:
@@ -264,7 +264,7 @@ class Replay:
         with (
             progress.step("checked turns", sum(count for _, count in sessions)) as step,
             given_up(self.failures, OURS),
-            thawed(server),
+            server.thawed(),
         ):
             for session, count in sessions:
                 asyncio.run(replay(session, count, step))
@@ -282,19 +282,10 @@ class Replay:
         return sum(int(server.metric(one) or 0) for one in counters)
 
     def _look_inside(self, server: Running) -> None:
-        with thawed(server):
+        with server.thawed():
             for source in ("exact", "moved", "recomputed", "computed"):
                 rows = server.metric(CONNECTOR_ROWS.format(server.model, source))
                 self.inside_vllm[source] = rows or 0.0
-
-
-@contextmanager
-def thawed(server: Running) -> Iterator[None]:
-    server.thaw()
-    try:
-        yield
-    finally:
-        server.freeze()
 
 
 async def _complete(connection: Connection, body: dict[str, Any], line: int) -> Answer:

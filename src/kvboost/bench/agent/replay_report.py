@@ -17,8 +17,6 @@ from kvboost.bench.serve.clients import SOURCES, Answer
 from kvboost.bench.serve.report import problems
 
 ALL = "all"
-SHARES = ("exact", "approximate", "moved", "recomputed", "computed")
-"""Of the rows of prompts; here moved rows do not include recomputed ones."""
 NOTE = dim(
     "prefix: found by an ideal prefix cache, which keeps all prompts of a session; ideal: the "
     "tokens it computes.\nelsewhere: those of them that the session had sent or received before at "
@@ -104,11 +102,10 @@ class Replayed:
         """One per system."""
         lines = [prompt.line for one in self.of_kind(kind) for prompt in one.prompts]
         ideal = self.asked(kind)["ideal_tokens"]
-        return [self._row(name, kind, [own[at] for at in lines], ideal) for name, own in self._all]
-
-    @property
-    def _all(self) -> list[tuple[str, Mapping[int, Answer]]]:
-        return list(self.answers.items())
+        return [
+            self._row(name, kind, [own[at] for at in lines], ideal)
+            for name, own in self.answers.items()
+        ]
 
     def _row(self, system: str, kind: str, answers: Sequence[Answer], ideal: int) -> Row:
         total = sum(one.prompt_tokens for one in answers)
@@ -148,7 +145,9 @@ class Replayed:
                     "tokens": prompt.tokens,
                     "prefix_tokens": prompt.prefix_tokens,
                     "elsewhere_tokens": prompt.elsewhere_tokens,
-                    "answers": {name: _told(own[prompt.line]) for name, own in self._all},
+                    "answers": {
+                        name: _told(own[prompt.line]) for name, own in self.answers.items()
+                    },
                 }
                 for session in self.sessions
                 for prompt in session.prompts
@@ -189,8 +188,8 @@ def show(
         )
         ours = [row for row in rows if row.rows]
         if ours:
-            cells = ([row.system, *(f"{row.shares[one]:.1%}" for one in SHARES)] for row in ours)
-            yield table(f"{kind}: rows of prompts by source", ("system",), SHARES, cells)
+            cells = ([row.system, *(f"{row.shares[one]:.1%}" for one in SOURCES)] for row in ours)
+            yield table(f"{kind}: rows of prompts by source", ("system",), SOURCES, cells)
     if found.checks:
         yield _checks_table(found)
         yield CHECKS_NOTE
@@ -262,7 +261,7 @@ def replay_figure(found: Replayed, title: str) -> Figure:
         source: {
             kind: row.shares[source] for kind, row in every if row.system == first and row.rows
         }
-        for source in SHARES
+        for source in SOURCES
     }
     shown = f"{first}: rows of prompts by source"
     ratios: dict[str, dict[str, float]] = {}

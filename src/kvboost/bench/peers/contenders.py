@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from rich.text import Text
@@ -37,6 +37,7 @@ class Contenders:
         self._ask_seconds = ask_seconds
         self._workers: dict[str, Worker] = {}
         self._described: dict[str, dict[str, object]] = {}
+        """Each loaded engine, also one that failed later."""
         self._stack = ExitStack()
 
     def start(self, progress: Progress) -> None:
@@ -61,11 +62,6 @@ class Contenders:
     def names(self) -> list[str]:
         """Engines that still work."""
         return list(self._workers)
-
-    @property
-    def described(self) -> Mapping[str, Mapping[str, object]]:
-        """The description of each loaded engine, also of those that failed later."""
-        return self._described
 
     def ask(self, name: str, ids: list[int]) -> Answer | None:
         """None if the engine does not work any more."""
@@ -99,5 +95,4 @@ class Contenders:
             yield Text(f"{name} was given up: {why}", style="red")
 
     def as_json(self) -> dict[str, object]:
-        engines = {name: dict(what) for name, what in self._described.items()}
-        return {"engines": engines, "missing": self.missing, "failures": self.failures}
+        return {"engines": self._described, "missing": self.missing, "failures": self.failures}

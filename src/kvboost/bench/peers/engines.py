@@ -19,7 +19,7 @@ from kvboost.bench.peers.environments import (
     peer_python,
     why_missing,
 )
-from kvboost.bench.peers.servers import LEAST_REUSED, VLLMServer
+from kvboost.bench.peers.servers import LEAST_REUSED, OURS, PREFIX, RIVAL, VLLMServer
 from kvboost.bench.peers.setting import Setting
 
 WORKERS = Path(__file__).parent / "workers"
@@ -76,9 +76,7 @@ class Engine:
 
 
 STOCK = "stock"
-OURS = "kvboost"
-OURS_PREFIX = "kvboost-prefix"
-OWN = (STOCK, OURS, OURS_PREFIX)
+OWN = (STOCK, OURS, PREFIX)
 """Engines that need only the package's own environment."""
 
 _HERE = WORKERS / "kvboost_here.py"
@@ -89,9 +87,9 @@ ENGINES = {
     for engine in (
         Engine(STOCK, WORKERS / "stock.py"),
         Engine(OURS, _HERE, options={"mode": "chunk_kv_reuse"}),
-        Engine(OURS_PREFIX, _HERE, options={"mode": "prefix_cache"}),
+        Engine(PREFIX, _HERE, options={"mode": "prefix_cache"}),
         Engine("kvboost-0.9.0", environment=KVBOOST_090),
-        Engine("vllm", environment=VLLM),
+        Engine(RIVAL, environment=VLLM),
         Engine("llama.cpp", environment=LLAMA_CPP, reads_gguf=True, options=_REUSE),
         Engine("openvino", environment=OPENVINO, reads_gguf=True),
     )

@@ -111,16 +111,21 @@ class Running:
         ticks = [sum(map(int, stat[11:13])) for stat in _stats() if int(stat[3]) == self.pid]
         return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
 
-    def kill(self) -> None:
-        """Ends it as a crash would."""
-        self._signal(signal.SIGKILL)
-
     def freeze(self) -> None:
         """None of its threads runs until ``thaw``. It must be thawed before it is stopped."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
+
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """It runs as long as the block lasts, and is frozen before and after it."""
+        self.thaw()
+        try:
+            yield
+        finally:
+            self.freeze()
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

@@ -97,32 +97,6 @@ class KVBoostServer:
         return _settings(setting, setting.dtype, self.mode, kv_gib=kv_gib)
 
 
-class RouteServer:
-    """``kvboost route`` before ``upstreams``."""
-
-    ready_path = "/ready"
-
-    def __init__(self, upstreams: list[str], *options: str) -> None:
-        self.name = "kvboost route"
-        self._arguments = (*upstreams, *options)
-
-    def missing(self, setting: Setting) -> str | None:
-        return None
-
-    def version(self, setting: Setting) -> str:
-        return f"kvboost {kvboost.__version__}"
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        called = (sys.executable, "-m", "kvboost", "route", *self._arguments)
-        return [*called, "--host", "127.0.0.1", "--port", str(port)]
-
-    def environment(self, setting: Setting) -> dict[str, str]:
-        return {}
-
-    def settings(self, setting: Setting) -> dict[str, object]:
-        return {}
-
-
 class VLLMServer:
     """vLLM with automatic prefix caching. On CPUs it compiles the model at its first start, which
     takes minutes, and keeps the result in its environment. ``CONNECTOR`` has KVBoost inside, with

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost import ConfigError, GenerationMode, GenerationResult, KVBoost, SpanKind
 from kvboost.bench.kit.stats import f1
-from kvboost.bench.quality.rows import DEFAULT_KEPT, LongAnswer, Row
+from kvboost.bench.quality.rows import DEFAULT_KEPT, EXACT, LongAnswer, Row
 from kvboost.bench.quality.tasks import Asking, LongQuestion
 from kvboost.bench.texts.prompts import fragments, num_shared
 from kvboost.bench.texts.questions import Question
@@ -19,24 +19,6 @@ from kvboost.results import ReuseReport, kl_divergence
 if TYPE_CHECKING:
     import torch
 
-EXACT = "exact"
-DONORS = {
-    "alone": "each passage read by itself",
-    "header": "each passage read after the chat template's header",
-    "other": "each passage read after the header and a passage of another question",
-    "reordered": "all passages read in one earlier request, in another order",
-    "contexts": "each passage read after the header, and after three passages of another question",
-    "idle": "each passage read after the header, and in idle time after three of the others",
-    "orders": "several earlier requests with moved text, each in another order",
-    "edit": "all passages read after one more line near the front",
-    "cleared": "all passages read with one more in the middle, which was cleared since",
-    "dropped": "all passages read after two more at the front, which were dropped since",
-    "tools": "all passages read with the first two in the other order",
-    "compacted": "all passages but the first, which stands for a summary, read after four others",
-    "session": "earlier turns with moved text: each adds a passage and changes a line at the front",
-    "healed": "the same, and idle time heals after every turn",
-    EXACT: "the same prompt read before: exact hits",
-}
 ASKED_BEFORE = "Summarize this."
 EDITED_LINE = "It is 12:31 on Tuesday; branch main, 3 files changed.\n\n"
 MOST_BYTES = 1 << 30
@@ -186,9 +168,6 @@ class Asked:
                     f"only {read} of {waiting} further readings fitted half of the cache; give it "
                     "more memory (max_cache_bytes) or use fewer passages"
                 )
-        elif donor == "orders":
-            for number in range(self._asking.orders):
-                engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
         elif donor in ("session", "healed"):
             for turn in range(1, len(documents) + 1):
                 line = EDITED_LINE.replace("12:31", f"12:{30 + turn}")

@@ -3,9 +3,9 @@
 The passages of each question follow the chat template's header in a prompt. They were read before
 in one of several ways, the donor kinds. A strategy then serves the prompt, and its distributions
 over the full model's own answer are compared with those of the full model. Instead of a question,
-something long may be asked for, such as a summary (``--task``). Engines may also differ in how they
-cut text into chunks and in how many bits they keep it. Rows are kept as they are measured, so that
-an interrupted run goes on and several processes share one.
+something long may be asked for, such as a summary (``--task``). Engines may also differ in how
+many bits they keep text. Rows are kept as they are measured, so that an interrupted run goes on and
+several processes share one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import ClassVar
 
 from rich.console import RenderableType
@@ -22,11 +21,12 @@ from rich.console import RenderableType
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
 from kvboost.bench.kit.figures import Figure
-from kvboost.bench.quality.asked import DONORS, MOST_BYTES, Asked, Cell
+from kvboost.bench.quality.asked import MOST_BYTES, Asked, Cell
 from kvboost.bench.quality.long_tables import long_figure, long_tables
 from kvboost.bench.quality.noise import NoiseFloor, kinds_of
 from kvboost.bench.quality.rows import (
     DEFAULT_KEPT,
+    DONORS,
     NOISE,
     QUESTIONS,
     Row,
@@ -38,32 +38,18 @@ from kvboost.bench.quality.summary import (
     COLUMNS,
     RATIO_FREE,
     Summary,
-    markdown_table,
-    pool,
     quality_figure,
     quality_tables,
     summarize,
 )
 from kvboost.bench.quality.tasks import Asking, choose
 from kvboost.bench.texts.questions import Question, make_questions
-from kvboost.config import CHUNKING, CONTROL, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
+from kvboost.config import CONTROL, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
 from kvboost.model.loading.load import LoadedModel, load
 from kvboost.progress import Progress
 
 DECODING = 20
 """A token of an answer takes about as long as so many of a prompt."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The way an engine cuts text and keeps it."""
-
-    chunking: str = "fixed"
-    chunk_size: int = 128
-    bits: int = 16
-
-    def __str__(self) -> str:
-        return f"{self.chunking} {self.chunk_size}, {self.bits} bits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +77,6 @@ class Settings(Asking, ModelSettings):
         "donor",
         choices=tuple(DONORS),
     )
-    chunkings: tuple[str, ...] = option(
-        ("fixed",), "Where text is cut into chunks.", "chunking", choices=CHUNKING
-    )
-    chunk_sizes: tuple[int, ...] = option((128,), "Tokens of a chunk.", "chunk-size", least=8)
     bits: tuple[int, ...] = option((16,), "Bits of a kept number.", choices=KV_BITS)
     margin: float = option(0.03, "Loss of F1 that is called none.", least=0)
     noise: bool = option(
@@ -108,20 +90,15 @@ class Settings(Asking, ModelSettings):
     load: tuple[str, ...] = option(
         (), "Show rows that were saved instead of measuring; 'rows-*.jsonl' merges parts."
     )
-    markdown: str | None = option(
-        None,
-        "Write the table to this file, in Markdown. Its share of the gap recovered is (F1 - F1 "
-        "without passages) / (F1 of full prefill - F1 without passages).",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_folder(self.save, "save")
-        check_folder(self.markdown, "markdown")
 
     @property
-    def kept(self) -> list[Kept]:
-        return [Kept(*one) for one in product(self.chunkings, self.chunk_sizes, self.bits)]
+    def kept(self) -> dict[str, int]:
+        """The bits of every way of keeping, by its name."""
+        return {f"{bits} bits": bits for bits in self.bits}
 
     @property
     def cells(self) -> list[Cell]:
@@ -148,27 +125,12 @@ class Settings(Asking, ModelSettings):
         return questions * (prompt * (2 + cells * served) + written)
 
 
-def describe_donor(donor: str) -> str:
-    return DONORS.get(donor, donor)
-
-
 def run(settings: Settings, bench: Bench) -> Report:
     rows = load_rows(settings.load) if settings.load else _measure_all(settings, bench)
     summaries = summarize(rows)
-    pooled = pool(summaries, ("alone", "header", "other"))
-    if settings.markdown is not None:
-        Path(settings.markdown).write_text(markdown_table(summaries, describe_donor))
+    told = [{**asdict(one), "within_margin": one.is_within(settings.margin)} for one in summaries]
     return Report(
-        {
-            "summaries": [
-                {**asdict(one), "within_margin": one.is_within(settings.margin)}
-                for one in summaries
-            ],
-            "pooled": [
-                {"strategy": strategy, "ratio": ratio, "mean_kl": mean_kl}
-                for (strategy, ratio), mean_kl in pooled.items()
-            ],
-        },
+        {"summaries": told},
         list(_tables(summaries, settings.margin)),
         draw=partial(_figure, summaries),
     )
@@ -178,9 +140,9 @@ def _tables(summaries: Sequence[Summary], margin: float) -> Iterator[RenderableT
     """Those of questions, then those of long answers."""
     if questions := [one for one in summaries if one.long is None]:
         yield COLUMNS
-        yield from quality_tables(questions, describe_donor, margin)
+        yield from quality_tables(questions, margin)
     if len(questions) < len(summaries):
-        yield from long_tables(summaries, describe_donor)
+        yield from long_tables(summaries)
 
 
 def _figure(summaries: Sequence[Summary], title: str) -> Figure:
@@ -227,15 +189,13 @@ def measure(
         kept: KVBoost(
             loaded,
             EngineConfig(
-                chunking=kept.chunking,
-                chunk_size=kept.chunk_size,
-                kv_cache_bits=kept.bits,
+                kv_cache_bits=bits,
                 reuse_moved="always",
                 max_kv_bytes=MOST_BYTES,
                 gpu_cache_bytes=MOST_BYTES,
             ),
         )
-        for kept in settings.kept
+        for kept, bits in settings.kept.items()
     }
     first = next(iter(engines.values()))
     try:
@@ -250,13 +210,11 @@ def measure(
             asked = Asked(first, question, other, settings, seed=number)
             rows: list[Row] = []
             for (kept, engine), donor in product(engines.items(), settings.donors):
-                here, salt = asked.through(engine, str(kept)), f"quality-{donor}"
+                here, salt = asked.through(engine, kept), f"quality-{donor}"
                 here.read_before(donor, salt)
                 paid: dict[float, float] = {}
                 for cell in settings.cells:
-                    row = known.get(
-                        (question.question, donor, str(kept), cell.strategy, cell.ratio)
-                    )
+                    row = known.get((question.question, donor, kept, cell.strategy, cell.ratio))
                     if row is None:
                         row = here.served(donor, cell, salt, paid.get(cell.ratio))
                         rows.append(row)
@@ -280,7 +238,7 @@ def _keys(question: Question, settings: Settings) -> Iterator[tuple[str, str, st
     """Of all rows of a question."""
     for kept, donor in product(settings.kept, settings.donors):
         for cell in settings.cells:
-            yield question.question, donor, str(kept), cell.strategy, cell.ratio
+            yield question.question, donor, kept, cell.strategy, cell.ratio
     if settings.noise:
         for kind in kinds_of(settings.task):
             yield question.question, NOISE, DEFAULT_KEPT, kind, 0.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
 from kvboost.bench.kit.figures import Figure, Value, draw_lines
 from kvboost.bench.kit.tables import dim, percent, table, warning
 from kvboost.bench.quality.long_summary import Both, LongSummary
-from kvboost.bench.quality.rows import NOISE
+from kvboost.bench.quality.rows import DONORS, NOISE
 from kvboost.bench.quality.summary import Summary, ratio_of
 
 FEW = 30
@@ -39,9 +39,7 @@ right    functions that pass their doctest, or the edit that was asked for (its
 )
 
 
-def long_tables(
-    summaries: Sequence[Summary], described: Callable[[str], str]
-) -> Iterator[RenderableType]:
+def long_tables(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
     """Tables per task, donor kind and way of keeping, 80 columns wide. The floor is the last line
     of each."""
     known = [(one, one.long) for one in summaries if one.long is not None]
@@ -57,7 +55,7 @@ def long_tables(
             if (long.task, one.donor, one.kept) == (task, donor, kept)
         ]
         count = max(one.count for one, _ in own)
-        title = f"{task}, {donor}: {described(donor)} ({count} examples)"
+        title = f"{task}, {donor}: {DONORS[donor]} ({count} examples)"
         own += [floors[task]] if task in floors else []
         yield table(
             f"{title}\n{kept}" if many else title,

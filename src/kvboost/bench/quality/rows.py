@@ -11,7 +11,25 @@ from pathlib import Path
 
 from kvboost import ConfigError
 
-DEFAULT_KEPT = "fixed 128, 16 bits"
+EXACT = "exact"
+DONORS = {
+    "alone": "each passage read by itself",
+    "header": "each passage read after the chat template's header",
+    "other": "each passage read after the header and a passage of another question",
+    "reordered": "all passages read in one earlier request, in another order",
+    "contexts": "each passage read after the header, and after three passages of another question",
+    "idle": "each passage read after the header, and in idle time after three of the others",
+    "edit": "all passages read after one more line near the front",
+    "cleared": "all passages read with one more in the middle, which was cleared since",
+    "dropped": "all passages read after two more at the front, which were dropped since",
+    "tools": "all passages read with the first two in the other order",
+    "compacted": "all passages but the first, which stands for a summary, read after four others",
+    "session": "earlier turns with moved text: each adds a passage and changes a line at the front",
+    "healed": "the same, and idle time heals after every turn",
+    EXACT: "the same prompt read before: exact hits",
+}
+"""How passages were read before, by the donor kind."""
+DEFAULT_KEPT = "16 bits"
 NOISE = "noise"
 """The donor kind of the noise floor."""
 NOISE_KINDS = ("bfloat16", "two shapes")

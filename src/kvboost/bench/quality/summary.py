@@ -1,9 +1,9 @@
-"""Rows of ``kvboost quality`` summed up: figures, tables, a picture and a table for documents."""
+"""Rows of ``kvboost quality`` summed up: figures, tables and a picture."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvboost.bench.kit.figures import Figure, draw_lines
 from kvboost.bench.kit.stats import paired_bootstrap
 from kvboost.bench.kit.tables import dim, ms, percent, table
 from kvboost.bench.quality.long_summary import LongSummary, summarize_long
-from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, Row
+from kvboost.bench.quality.rows import DONORS, NOISE, NOISE_KINDS, Row
 from kvboost.config import format_bytes
 
 RATIO_FREE = ("none", "selective")
@@ -184,25 +184,14 @@ def _gap_kl(rows: Sequence[Row]) -> float | None:
     return 1 - sum(row.kl for row in rows) / sum(without)
 
 
-def pool(summaries: Sequence[Summary], donors: Sequence[str]) -> dict[tuple[str, float], float]:
-    """Mean KL per strategy and ratio over several donor kinds."""
-    pooled: dict[tuple[str, float], list[float]] = {}
-    for one in summaries:
-        if one.donor in donors:
-            pooled.setdefault((one.strategy, one.ratio), []).append(one.mean_kl)
-    return {key: statistics.mean(values) for key, values in pooled.items()}
-
-
-def quality_tables(
-    summaries: Sequence[Summary], described: Callable[[str], str], margin: float
-) -> Iterator[Table]:
+def quality_tables(summaries: Sequence[Summary], margin: float) -> Iterator[Table]:
     """Three tables per donor kind and way of keeping. One way of keeping fits into 80 columns."""
     many = len({one.kept for one in summaries}) > 1
     headings = ("ratio", "paid", "KL", "median", "top-1", "same", "at", "F1/full", "95 %", "TTFT")
     for donor, kept in dict.fromkeys((one.donor, one.kept) for one in summaries):
         own = [one for one in summaries if (one.donor, one.kept) == (donor, kept)]
         yield table(
-            f"{donor}: {described(donor)} ({max(one.count for one in own)} questions)"
+            f"{donor}: {DONORS.get(donor, donor)} ({max(one.count for one in own)} questions)"
             + (f"\n{kept}, {own[0].bytes_per_token:,.0f} B/token" if many else ""),
             ("strategy",),
             (*headings, *(["hits"] if many else [])),
@@ -266,52 +255,6 @@ def _arena_cells(one: Summary) -> list[str]:
         *(f"{one.recomputed_layer_tokens:,.0f}", f"{one.dense_layer_tokens:,.0f}"),
         *(format_bytes(round(one.kv_bytes)), ms(one.ttft_ms), ms(one.full_ttft_ms)),
     ]
-
-
-def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]) -> str:
-    """The table in Markdown; a second one of long answers."""
-    long = [one for one in summaries if one.long is not None]
-    short = [one for one in summaries if one.long is None]
-    tables = ((short, _F1_HEADINGS), (long, _LIKENESS_HEADINGS))
-    return "\n".join(_markdown(own, headings, described) for own, headings in tables if own)
-
-
-_F1_HEADINGS = (
-    *("F1 (full)", "F1 difference", "gap recovered, F1", "gap recovered, KL"),
-    *("layer-tokens", "of", "KV", "TTFT, ms", "in full"),
-)
-_LIKENESS_HEADINGS = ("likeness", "95 %", "of the floor's")
-
-
-def _markdown(
-    summaries: Sequence[Summary], last_headings: Sequence[str], described: Callable[[str], str]
-) -> str:
-    headings = [
-        *("read before", "strategy", "ratio", "charged", "FLOPs", "mean KL", "median", "90 %"),
-        *("top-1", "same text", *last_headings),
-    ]
-    lines = ["| " + " | ".join(headings) + " |", "| --- | --- |" + " ---: |" * (len(headings) - 2)]
-    last = None
-    for one in summaries:
-        name = described(one.donor) if one.long is None else f"{one.long.task}: {one.donor}"
-        cells = [
-            *("" if name == last else name, one.strategy, ratio_of(one)),
-            *(f"{one.charged_share:.1%}", f"{one.charged_flops:.1%}"),
-            *(f"{kl:.3f}".lstrip("0") for kl in (one.mean_kl, one.median_kl, one.p90_kl)),
-            *(f"{one.top1:.1%}", f"{one.same_text:.0%}", *_answer_cells(one)),
-        ]
-        last = name
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _answer_cells(one: Summary) -> list[str]:
-    if one.long is None:
-        f1, full, (low, high) = _known_f1(one)
-        return [f"{f1:.3f} ({full:.3f})", f"{low:+.2f} … {high:+.2f}", *_arena_cells(one)]
-    like, floor = one.long.likeness, one.long.floor
-    share = None if floor is None else floor.likeness_share
-    return [f"{like.mean:.3f}", f"{like.low:.2f} … {like.high:.2f}", percent(share)]
 
 
 def quality_figure(summaries: Sequence[Summary], title: str) -> Figure:

@@ -70,7 +70,6 @@ class Asking:
         "other tasks than questions.",
         least=1,
     )
-    orders: int = option(3, "Earlier requests of donor kind orders.", least=1)
 
     @property
     def longest_answer(self) -> int:

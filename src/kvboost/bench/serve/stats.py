@@ -35,7 +35,6 @@ class Round:
     """Inter-token latency: from one piece of text to the next, all requests together."""
     itl_p95_ms: float
     requests_per_s: float
-    tokens_per_s: float
     prompt_tokens: float
     """Of a request, on average; so are the tokens of an answer."""
     completion_tokens: float
@@ -70,7 +69,6 @@ class Round:
             itl_p50_ms=float(np.percentile(gaps, 50)),
             itl_p95_ms=float(np.percentile(gaps, 95)),
             requests_per_s=len(good) / seconds,
-            tokens_per_s=completions / seconds,
             prompt_tokens=prompts / len(good),
             completion_tokens=completions / len(good),
             cached_share=sum(answer.cached_tokens for answer in good) / max(1, prompts),

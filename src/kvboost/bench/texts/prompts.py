@@ -53,7 +53,6 @@ def num_shared(left: Sequence[int], right: Sequence[int]) -> int:
 @dataclass(frozen=True)
 class Pattern:
     name: str
-    title: str
     text: Callable[[], Iterator[str]]
     """Pieces of the shared beginning, one after the other, more than any prompt needs."""
 
@@ -171,10 +170,10 @@ def _forever(items: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
 PATTERNS = {
     pattern.name: pattern
     for pattern in (
-        Pattern("chat", "a growing conversation", _chat),
-        Pattern("code", "source files and a question", _code),
-        Pattern("system", "a long system prompt", _system),
-        Pattern("rag", "passages and a question", _rag),
-        Pattern("fewshot", "examples and a new case", _few_shot),
+        Pattern("chat", _chat),
+        Pattern("code", _code),
+        Pattern("system", _system),
+        Pattern("rag", _rag),
+        Pattern("fewshot", _few_shot),
     )
 }

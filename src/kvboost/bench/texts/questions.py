@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+from kvboost.bench.texts.json_lines import field_of, read_rows
 from kvboost.config import whole, within
 from kvboost.errors import ConfigError
 
@@ -48,29 +49,7 @@ class Question:
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     """The questions in a file of JSON lines, one each; blank lines are skipped."""
-    try:
-        lines = Path(path).expanduser().read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"{os.fspath(path)} cannot be read ({error.strerror}); "
-            f"give a file with one question a line: {EXPECTED}"
-        ) from error
-    questions = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            questions.append(_parse(line))
-        except ValueError as error:
-            raise ConfigError(
-                f"{os.fspath(path)}, line {number}: {error}; expected {EXPECTED}"
-            ) from error
-    if not questions:
-        raise ConfigError(
-            f"{os.fspath(path)}, line 1: the file holds no questions; "
-            f"expected one question a line: {EXPECTED}"
-        )
-    return questions
+    return read_rows(path, _parse, "question", EXPECTED)
 
 
 def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
@@ -81,19 +60,8 @@ def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     return [(title[:80], text or one) for one, title, _, text in parted]
 
 
-def parse_json(line: bytes) -> Any:
-    """The question in a line of a file. Raises ``ValueError`` that says what is wrong with it."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
-
-
-def _parse(line: bytes) -> Question:
-    """Raises ``ValueError`` that says what is wrong with the line."""
-    row = parse_json(line)
+def _parse(_: int, row: Any) -> Question:
+    """Raises ``ValueError`` that says what is wrong with a row."""
     if isinstance(row, dict) and {"input", "chunks"} <= row.keys():  # as KVShareArena writes it
         passages = [{"text": chunk} for chunk in _several(row, "chunks")]
         row = {**row, "question": row["input"], "passages": passages}
@@ -102,15 +70,6 @@ def _parse(line: bytes) -> Question:
         answers=tuple(_text(answer, "answers") for answer in _several(row, "answers")),
         passages=tuple(_passage(passage) for passage in _several(row, "passages")),
     )
-
-
-def field_of(row: object, name: str) -> object:
-    """Raises ``ValueError`` if there is none of that name."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.80} is not an object with {name!r}")
-    if name not in row:
-        raise ValueError(f"{name!r} is missing")
-    return row[name]
 
 
 def _several(row: object, name: str) -> list[object]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvboost.bench.texts.questions import field_of, parse_json
+from kvboost.bench.texts.json_lines import field_of, read_rows
 from kvboost.errors import ConfigError
 
 T = TypeVar("T")
@@ -43,26 +40,17 @@ def read_trace(path: str | os.PathLike[str]) -> list[Session]:
     unpacked."""
     sessions: dict[tuple[str, str], Session] = {}
     turns: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            kind, name, turn, request = _parse(number, line)
-            key = (kind, name)
-            if turn is not None and turn <= turns.get(key, turn - 1):
-                raise ValueError(f"turn {turn} of session {name!r} follows turn {turns[key]}")
-        except ValueError as error:
-            raise ConfigError(
-                f"{os.fspath(path)}, line {number}: {error}; expected {EXPECTED}"
-            ) from error
+
+    def parse(number: int, row: Any) -> None:
+        kind, name, turn, request = _parse(number, row)
+        key = (kind, name)
         if turn is not None:
+            if turn <= turns.get(key, turn - 1):
+                raise ValueError(f"turn {turn} of session {name!r} follows turn {turns[key]}")
             turns[key] = turn
         sessions.setdefault(key, Session(kind, name)).requests.append(request)
-    if not sessions:
-        raise ConfigError(
-            f"{os.fspath(path)}, line 1: the file holds no requests; "
-            f"expected one a line: {EXPECTED}"
-        )
+
+    read_rows(path, parse, "request", EXPECTED)
     return list(sessions.values())
 
 
@@ -83,29 +71,8 @@ def spread(groups: Sequence[Sequence[T]]) -> list[T]:
     return [one for one in chain(*zip_longest(*groups)) if one is not None]
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    name = Path(path).expanduser()
-    number = 0
-    try:
-        with gzip.open(name) if name.suffix == ".gz" else name.open("rb") as file:
-            for line in file:
-                number += 1
-                yield line
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(
-            f"{os.fspath(path)} cannot be unpacked after line {number} ({error}); "
-            "give a whole file that gzip made, or one that does not end in .gz"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"{os.fspath(path)} cannot be read ({error.strerror}); "
-            f"give a file with one request a line: {EXPECTED}"
-        ) from error
-
-
-def _parse(number: int, line: bytes) -> tuple[str, str, int | None, Request]:
+def _parse(number: int, row: Any) -> tuple[str, str, int | None, Request]:
     """Kind, session, turn and request. Raises ``ValueError`` that says what is wrong."""
-    row = parse_json(line)
     kind, name, text = (_text(row, one) for one in ("agent", "session", "input"))
     for what, value in (("agent", kind), ("session", name)):
         if not value:

@@ -10,7 +10,8 @@ from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.figures import INK, Figure, Lines, draw_lines
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, spread, table
-from kvboost.bench.peers.engines import OURS, OURS_PREFIX, PEERS, STOCK, colours
+from kvboost.bench.peers.engines import PEERS, STOCK, colours
+from kvboost.bench.peers.servers import OURS, PREFIX
 from kvboost.bench.ttft.chat import EARLY, LATE, Chat
 from kvboost.bench.ttft.patterns import CONTENDERS, TOGETHER, TTFT, Decode, Pooled
 from kvboost.bench.ttft.peers import PeerTime
@@ -149,7 +150,7 @@ def faster_than_stock(pooled: Sequence[Pooled]) -> Goal:
 def faster_than_peers(peers: Sequence[PeerTime]) -> Goal:
     at, rows = _at_goal(peers)
     warm = {name: row.warm.median_ms for name, row in rows.items()}
-    ours = warm.get(OURS_PREFIX, warm.get(OURS))
+    ours = warm.get(PREFIX, warm.get(OURS))
     others = {name: time for name, time in warm.items() if name in PEERS}
     if ours is None or not others:
         return Goal(PEERS_GOAL, None, "no peer was measured; add --peers")
