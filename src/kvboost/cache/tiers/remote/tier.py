@@ -228,8 +228,8 @@ class RemoteTier:
 
     def _ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The answer; ``otherwise`` if there is none or the breaker is open."""
-        ticket = None if self._closed else self._breaker.enter()
-        if ticket is None:
+        entered = None if self._closed else self._breaker.enter()
+        if entered is None:
             return otherwise
         answered = False
         try:
@@ -242,7 +242,7 @@ class RemoteTier:
             answered = fault in _HARMLESS
             return otherwise
         finally:
-            self._breaker.leave(ticket, answered)
+            self._breaker.leave(entered, answered)
 
     def _put(self, chunk: KVChunk) -> bool:
         # Asking costs less than encoding a chunk that is already there.
