@@ -169,7 +169,7 @@ class Runtime:
         return {
             "hot_chunks": memory.chunks,
             "hot_memory_mb": memory.nbytes / 1e6,
-            **self.totals.stats().as_dict(),
+            **self.totals.as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **({} if self.pool.far is None else {"far_kv_bytes": self.pool.far.used_bytes}),
             **store.as_dict(),
