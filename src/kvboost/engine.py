@@ -768,7 +768,7 @@ class KVBoost:
     def serving_stats(self) -> dict[str, Any]:
         """The requests of batches, coroutines and the server: how many wait and run, their KV, and
         totals."""
-        return self._loop.stats().as_dict()
+        return self._loop.stats()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading ``num_tokens`` would take without reuse; None until it was measured."""

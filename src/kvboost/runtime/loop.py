@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from kvboost.config import EngineConfig
@@ -31,32 +30,6 @@ T = TypeVar("T")
 LOOKED_UP_EARLY = 4
 """Waiting requests that are looked up before their turn. Those after them would wait too long for
 what was found to hold."""
-
-
-@dataclass(frozen=True)
-class LoopStats:
-    """The loop at one moment, and its totals."""
-
-    waiting: int
-    running: int
-    max_waiting: int
-    max_running: int
-    kv_bytes: int
-    max_kv_bytes: int
-    shared_kv_bytes: int
-    """What the running requests would need in addition if they shared no rows."""
-    steps: int
-    steps_between_parts: int
-    """Those of running answers between two parts of another forward."""
-    rows: int
-    batch_sizes: dict[int, int]
-    finished: dict[str, int]
-    rejected: int
-    cpu_seconds: float
-    """Processor time of the loop's thread until the end of its last step."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Loop:
@@ -190,26 +163,30 @@ class Loop:
 
         return cancel
 
-    def stats(self) -> LoopStats:
+    def stats(self) -> dict[str, Any]:
+        """The loop at this moment, and its totals. ``shared_kv_bytes``: what the running requests
+        would need in addition if they shared no rows; ``steps_between_parts``: those of running
+        answers between two parts of another forward; ``cpu_seconds``: the processor time of the
+        loop's thread until the end of its last step."""
         held, spared = self._runtime.running.nbytes()
-        stepper = self._stepper
+        stepper, scheduler = self._stepper, self._scheduler
         with self._changed:
-            return LoopStats(
-                waiting=len(self._scheduler.waiting),
-                running=len(self._scheduler.running),
-                max_waiting=self._config.max_waiting,
-                max_running=self._config.max_running,
-                kv_bytes=held,
-                max_kv_bytes=self._runtime.max_kv_bytes,
-                shared_kv_bytes=spared,
-                steps=stepper.counts["steps"],
-                steps_between_parts=stepper.num_meanwhile,
-                rows=stepper.counts["rows"],
-                batch_sizes=dict(stepper.batch_sizes),
-                finished=dict(stepper.finished),
-                rejected=self._num_rejected,
-                cpu_seconds=self._cpu_seconds,
-            )
+            return {
+                "waiting": len(scheduler.waiting),
+                "running": len(scheduler.running),
+                "max_waiting": self._config.max_waiting,
+                "max_running": self._config.max_running,
+                "kv_bytes": held,
+                "max_kv_bytes": self._runtime.max_kv_bytes,
+                "shared_kv_bytes": spared,
+                "steps": stepper.counts["steps"],
+                "steps_between_parts": stepper.num_meanwhile,
+                "rows": stepper.counts["rows"],
+                "batch_sizes": dict(stepper.batch_sizes),
+                "finished": dict(stepper.finished),
+                "rejected": self._num_rejected,
+                "cpu_seconds": self._cpu_seconds,
+            }
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits until all are answered; False if time ran out first."""
