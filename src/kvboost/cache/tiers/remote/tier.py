@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -182,7 +183,7 @@ class RemoteTier:
         is_complete = True
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
-            headers = self._headers(some)
+            headers = self._ask(partial(self._backend.headers, some), None)
             if headers is None:
                 is_complete = False
                 continue
@@ -315,10 +316,6 @@ class RemoteTier:
     def _delete(self, key: ChunkKey) -> bool:
         self._backend.delete(key)
         return True
-
-    def _headers(self, keys: Sequence[ChunkKey]) -> Sequence[bytes | None] | None:
-        """None if the store does not answer."""
-        return self._ask(lambda: self._backend.headers(keys), None)
 
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
         try:
