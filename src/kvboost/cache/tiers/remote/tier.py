@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -150,9 +150,6 @@ class RemoteTier:
     def delete(self, key: ChunkKey) -> None:
         self._ask(lambda: self._backend.delete(key), None)
 
-    def contains(self, key: ChunkKey) -> bool:
-        return self.contains_many([key])[0]
-
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` are there, in one round trip. Values that were refused do not count."""
         if not keys:
@@ -168,10 +165,6 @@ class RemoteTier:
 
     def keys(self) -> list[ChunkKey]:
         return self._ask(self._backend.keys, [])
-
-    def infos(self) -> Iterator[ChunkInfo]:
-        """The chunks that are there. Headers that cannot be read are left out."""
-        return iter(self.list_chunks().infos)
 
     def list_chunks(self) -> Listing:
         """The chunks that are there; reads all headers, a few at a time."""
