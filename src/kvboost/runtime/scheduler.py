@@ -156,6 +156,7 @@ class Scheduler:
 
     @property
     def jobs(self) -> list[Job]:
+        """Those that wait and those that run."""
         return [*self.waiting, *self.running]
 
     @property
