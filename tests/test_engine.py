@@ -25,6 +25,7 @@ from kvboost import (
 )
 from kvboost.model.execution.sampling import Sampler
 from kvboost.results import PHASES
+from support.batches import on_buffers
 from support.tiny import (
     CONTEXT,
     EOS,
@@ -465,3 +466,16 @@ def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="keeps no keys and values"):
         make_engine(transformers.MambaForCausalLM(config), strict=False)
+
+
+@on_buffers
+def test_the_most_valuable_chunks_are_shown(engine) -> None:
+    engine.warm("the same text again and again " * 3)
+    engine.generate("the same text again and again " * 3, 1)
+    chunks = engine.chunks(3)
+    assert 0 < len(chunks) <= 3
+    assert {"key", "text", "tokens", "bytes", "tier", "lineage", "position", "uses"} <= set(
+        chunks[0]
+    )
+    assert max(chunk["uses"] for chunk in chunks) >= 2 and "same text" in chunks[0]["text"]
+    assert engine.estimate_ms(100) is None or engine.estimate_ms(100) > 0

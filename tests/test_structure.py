@@ -48,7 +48,6 @@ FORBIDDEN_LIBRARIES = {
     "cache/eviction": {"torch"},
     "runtime/scheduler.py": {"torch", "transformers"},
     "runtime/speculation/suffixes.py": {"torch"},
-    "runtime/speculation/texts.py": {"torch"},
     "model/triton": {"transformers"},
     "model/triton/__init__.py": {"triton"},
 }
@@ -104,6 +103,7 @@ def test_only_the_model_package_imports_transformers() -> None:
         for place, forbidden in FORBIDDEN_LIBRARIES.items():
             if str(path.relative_to(SRC)).startswith(place):
                 assert not libraries & forbidden, path
+    assert [place for place in FORBIDDEN_LIBRARIES if not (SRC / place).exists()] == []
 
 
 def test_only_its_package_imports_triton() -> None:

@@ -547,8 +547,7 @@ class KVBoost:
     ) -> int:
         """Reads documents again in idle time, when nothing is to be healed: each after ``header``
         and another of the documents, ``contexts - 1`` times. Together with :meth:`warm`, which
-        reads them after the header alone, that makes ``contexts``. Text that was read in up to four
-        contexts is closer to a full prefill where it is moved to.
+        reads them after the header alone, that makes ``contexts``.
 
         Returns how many readings wait now. Two documents that do not fit the model's context
         together are left out. At most eight million tokens wait; a warning says so if more would.
@@ -768,7 +767,7 @@ class KVBoost:
     def serving_stats(self) -> dict[str, Any]:
         """The requests of batches, coroutines and the server: how many wait and run, their KV, and
         totals."""
-        return self._loop.stats().as_dict()
+        return self._loop.stats()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading ``num_tokens`` would take without reuse; None until it was measured."""

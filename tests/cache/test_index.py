@@ -102,7 +102,7 @@ def test_index_and_store_keep_the_same_chunks(texts: list[list[int]], prompt: li
         )
         new, _ = index.store(ROOT, ids)
         assert admitted == len(new)
-        stored = {info.key: info for info in ram.infos()}
+        stored = {chunk.key: chunk.info for chunk in map(ram.get, ram.keys())}
         assert set(stored) == set(index.infos(ROOT))
         for info in new:
             assert stored[info.key].is_as_planned(info) and stored[info.key].nbytes == info.nbytes

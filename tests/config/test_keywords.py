@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvboost import ConfigError
-from kvboost.config import REMOVED, EngineOptions, LoadOptions, closest, refuse_unknown_options
+from kvboost.config import EngineOptions, LoadOptions, closest, refuse_unknown_options
+from kvboost.config.keywords import REMOVED
 
 
 def test_an_option_that_resembles_another_is_guessed() -> None:

@@ -7,6 +7,7 @@ from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import rows_first
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
+from support.rotated import rotated
 
 ROTATION = Rotation(torch.rand(2, 2))
 PROMPT = 10
@@ -24,7 +25,7 @@ def fresh_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that lie off the known ones by an ``offset``, ``[4]`` or ``[rows, 4]``, of keys where
     position plays no part."""
-    turned = ROTATION.rotate(offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
+    turned = rotated(ROTATION, offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
     keys, values = kv.data[:, 1:, :, positions]
     return rows_first(keys + turned), rows_first(values + offset)
 
@@ -44,7 +45,9 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     shift.on_fresh(1, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
     weight = 3 / (3 + PRIOR_ROWS)
-    at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
+    at_3 = rotated(
+        ROTATION, weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3]))
+    )
     assert torch.allclose(moved[0, 1, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 1, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
     # Fresh rows (2, 4, 5) are written over right after; nothing else moves.

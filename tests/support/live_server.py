@@ -70,16 +70,22 @@ def live_router(
 @contextmanager
 def live_app(app: Starlette, port: int = 0, *, loop: str = "auto") -> Iterator[LiveServer]:
     """``app`` on the network, until the block is left."""
-    listening = bind("127.0.0.1", port)
-    port = listening.getsockname()[1]
-    ready = threading.Event()
-    server = Server(app, ready.set)
+    server = Server(app, lambda: None)
     server.config.loop = loop
+    with running(server, bind("127.0.0.1", port)) as live:
+        yield live
+
+
+@contextmanager
+def running(server: Server, listening: socket.socket) -> Iterator[LiveServer]:
+    """A server in a thread, from when it is ready until the block is left."""
+    ready = threading.Event()
+    server._on_ready = ready.set
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     assert ready.wait(20), "the server did not start"
     try:
-        yield LiveServer("127.0.0.1", port, server)
+        yield LiveServer("127.0.0.1", listening.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvboost.cache.eviction.policy import LeafQueuePolicy, Node, Rank
+from kvboost.cache.eviction.policy import EvictionPolicy, Node, Rank
 
 
-class LRU(LeafQueuePolicy):
+class LRU(EvictionPolicy):
     """Least recently used."""
 
     def _rank(self, node: Node) -> Rank:

@@ -20,7 +20,7 @@ from kvboost.serve.remote.link import Link
 from kvboost.serve.remote.wire import EmbeddingDescription, EngineDescription, Pipe, ToApi, ToEngine
 from kvboost.serve.remote.worker import ApiServer
 from kvboost.serve.settings import ServerSettings
-from support.live_server import LiveServer
+from support.live_server import LiveServer, running
 
 
 @contextmanager
@@ -65,15 +65,5 @@ def remote_server(engine: Any, **settings: Any) -> Iterator[LiveServer]:
             there: Any = RemoteEmbeddingModel(link, EmbeddingDescription.of(own))
             chosen = replace(chosen, embedding_model=there)
         server = ApiServer(create_app(RemoteEngine(link, about), chosen), link)
-        ready = threading.Event()
-        server._on_ready = ready.set
-        port = listening.getsockname()[1]
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        assert ready.wait(20), "the server did not start"
-        try:
-            yield LiveServer("127.0.0.1", port, server)
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive(), "the server did not stop"
+        with running(server, listening) as live:
+            yield live

@@ -101,10 +101,6 @@ class Pins:
         self._stale.discard(name)
         return was
 
-    def get(self, name: str) -> Pin | None:
-        self._drop_expired()
-        return self._describe(name) if name in self._pins else None
-
     def all(self) -> list[Pin]:
         """All pins, in the order in which they end; those without an end come last."""
         self._drop_expired()

@@ -69,7 +69,7 @@ class ToolUse:
         return [style.calls.closes] if limited and style.calls.closes else []
 
 
-def tool_use(tools: Sequence[Tool], choice: str, parallel: bool = True) -> ToolUse:
+def tool_use(tools: Sequence[Tool], choice: str) -> ToolUse:
     """Checks what a caller gives. ``choice`` may also be the name of a tool."""
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -82,13 +82,13 @@ def tool_use(tools: Sequence[Tool], choice: str, parallel: bool = True) -> ToolU
     if choice in ("auto", "none", "required"):
         if choice == "required" and not tools:
             raise ConfigError("tool_choice='required' needs tools")
-        return ToolUse(tools, choice, None, parallel)
+        return ToolUse(tools, choice)
     if choice not in names:
         raise ConfigError(
             f"tool_choice={choice!r} must be 'auto', 'none', 'required' or the name of a tool; "
             f"the tools are {', '.join(names) or 'none'}"
         )
-    return ToolUse(tools, "required", choice, parallel)
+    return ToolUse(tools, "required", choice)
 
 
 def reasoning_in(prompt_end: str, style: ChatStyle) -> Reasoning:

@@ -16,7 +16,6 @@ from kvboost.config.environment import chosen_cache_secret as chosen_cache_secre
 from kvboost.config.environment import home as home
 from kvboost.config.environment import native_kernels_allowed as native_kernels_allowed
 from kvboost.config.environment import progress_allowed as progress_allowed
-from kvboost.config.keywords import REMOVED as REMOVED
 from kvboost.config.keywords import EngineOptions as EngineOptions
 from kvboost.config.keywords import HubOptions as HubOptions
 from kvboost.config.keywords import LoadOptions as LoadOptions

@@ -83,12 +83,6 @@ class Rotation:
         angles = np.array(distances)[:, None] * self._different[:, None].numpy()
         return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
-    def rotate(self, keys: torch.Tensor, cos_sin: CosSin, *, back: bool = False) -> torch.Tensor:
-        """``keys`` in float32, ``[..., positions, dim]``, rotated to their positions, or
-        ``back`` to position 0."""
-        cos, sin = cos_sin
-        return self._rotate(keys, cos, -sin if back else sin)
-
     def spread(self, cos_sin: CosSin, dim: int) -> CosSin:
         """``cos_sin`` over all ``dim`` channels, so that ``keys * cos + quarter_turn(keys) * sin``
         rotates them; channels that do not rotate are multiplied by one."""

@@ -2,7 +2,7 @@
 
 ``steps()`` is a generator. It yields the rows to run next and receives their logits. A request
 that runs alone makes one forward of each segment (``runtime/computing.py``); in a batch,
-``runtime/loop.py`` packs the segments of many requests into one forward.
+``runtime/stepping.py`` packs the segments of many requests into one forward.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Keeping:
         new = runtime.store.admit(
             runtime.root_of(request),
             ids,
-            runtime.rows_of(kv).packing(),
+            runtime.backend.rows_of(kv).packing(),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
             boundaries=boundaries,

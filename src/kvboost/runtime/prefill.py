@@ -110,7 +110,7 @@ class Prefill:
             if plan.moved:
                 self.kv.prepare_repair()
             try:
-                rows = runtime.rows_of(self.kv)
+                rows = runtime.backend.rows_of(self.kv)
                 seconds = yield from self._place(rows, self._not_in_place(plan))
                 for number, copy in enumerate(copies, start=2):
                     seconds += yield from self._place(rows, copy, 1 / number)
@@ -239,7 +239,7 @@ class Prefill:
         the repair strategy chooses. Returns the logits of the prompt's last rows."""
         runtime, state, repair = self.runtime, self.state, self._request.repair
         ids = torch.from_numpy(self.sight.token_ids.astype(np.int64))
-        own = runtime.rows_of(self.kv)
+        own = runtime.backend.rows_of(self.kv)
         self.kv.reserve(len(ids))
         for unknown in plan.computed():
             own.clear(unknown)

@@ -18,13 +18,11 @@ from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.store import ChunkStore
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError
-from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.states import RowStates
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.paged.pool import why_buffers
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
-from kvboost.reuse.request import RequestRows
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.backend import Backend
 from kvboost.runtime.idle_work import IdleQueue
@@ -169,7 +167,7 @@ class Runtime:
         return {
             "hot_chunks": memory.chunks,
             "hot_memory_mb": memory.nbytes / 1e6,
-            **self.totals.stats().as_dict(),
+            **self.totals.as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **({} if self.pool.far is None else {"far_kv_bytes": self.pool.far.used_bytes}),
             **store.as_dict(),
@@ -198,10 +196,6 @@ class Runtime:
         if self._draft_model is not None:
             self._draft_model.close()
         self.backend.close()
-
-    def rows_of(self, kv: RequestKV) -> RequestRows:
-        """The rows of a request, for reuse."""
-        return self.backend.rows_of(kv)
 
     def _make_backend(self) -> Backend:
         reason = why_buffers(self.model.forward)

@@ -154,6 +154,15 @@ class Scheduler:
     _finished_at: float | None = None
     _seconds_each: float = 1.0
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that wait and those that run."""
+        return [*self.waiting, *self.running]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
     def add(self, job: Job, *, bounded: bool = True) -> None:
         """Puts a job into the queue. If ``bounded``, raises ``QueueFullError`` when the queue is
         full, or when a named tenant has as many jobs in it as there are places left, or has running
@@ -245,8 +254,7 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Job]:
         """The jobs whose deadline has passed."""
-        jobs = (*self.waiting, *self.running)
-        return [job for job in jobs if job.deadline is not None and now >= job.deadline]
+        return [job for job in self.jobs if job.deadline is not None and now >= job.deadline]
 
     def _priority(self, job: Job, now: float) -> tuple[bool, float]:
         """Sorts prompts: those that were read for too long first, in order of start, then the

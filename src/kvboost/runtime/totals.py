@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvboost.config import GenerationMode
@@ -12,33 +11,10 @@ from kvboost.results import SpanKind
 from kvboost.runtime.request import RequestState
 from kvboost.tokens.chunking import fixed
 
-
-@dataclass(frozen=True)
-class RequestTotals:
-    """All requests so far. Hits are chunks that served rows; misses are the chunks that the
-    computed rows would fill."""
-
-    cache_hits: int
-    approximate_hits: int
-    """Hits on moved or approximate rows; the others are exact."""
-    cache_misses: int
-    hit_rate: float
-    exact_hit_rate: float
-    requests: int
-    prompt_tokens: int
-    exact_tokens: int
-    approximate_tokens: int
-    moved_tokens: int
-    recomputed_tokens: int
-    token_reuse_rate: float
-    generated_tokens: int
-    drafted_tokens: int
-    """Tokens that speculation drafted and ran."""
-    accepted_tokens: int
-    """Those of them that are tokens of answers."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+_SHOWN = (
+    *("requests", "prompt_tokens", "exact_tokens", "approximate_tokens", "moved_tokens"),
+    *("recomputed_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens"),
+)
 
 
 class Totals:
@@ -70,17 +46,20 @@ class Totals:
             self._counts["drafted_tokens"] += state.drafted_tokens
             self._counts["accepted_tokens"] += state.accepted_tokens
 
-    def stats(self) -> RequestTotals:
+    def as_dict(self) -> dict[str, Any]:
+        """All requests so far. Hits are chunks that served rows, exact ones but for those on moved
+        or approximate rows; misses are the chunks that the computed rows would fill. Drafted tokens
+        were run by speculation; the accepted ones of them are tokens of answers."""
         with self._lock:
             counts = Counter(self._counts)
         hits = counts["exact_hits"] + counts["approximate_hits"]
         lookups = max(1, hits + counts["misses"])
-        counted = {field.name: counts[field.name] for field in fields(RequestTotals)}
-        derived: dict[str, Any] = {
+        return {
             "cache_hits": hits,
+            "approximate_hits": counts["approximate_hits"],
             "cache_misses": counts["misses"],
             "hit_rate": hits / lookups,
             "exact_hit_rate": counts["exact_hits"] / lookups,
+            **{name: counts[name] for name in _SHOWN},
             "token_reuse_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
         }
-        return RequestTotals(**counted | derived)

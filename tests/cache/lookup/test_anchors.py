@@ -74,22 +74,22 @@ class OrderedTier:
         assert run.end == last.start + last.num_tokens <= len(prompt)
         for piece in run.pieces:
             assert piece.num_tokens > 0
-            stored = tree.tokens(piece.key)[piece.offset : piece.offset + piece.num_tokens]
+            stored = tree.nodes[piece.key].token_ids[piece.offset : piece.offset + piece.num_tokens]
             assert stored.tolist() == rows_of(piece, prompt).tolist()
         for piece, following in zip(run.pieces, run.pieces[1:], strict=False):
-            assert tree.parent(following.key) == piece.key
-            assert piece.offset + piece.num_tokens == len(tree.tokens(piece.key))
+            assert tree.nodes[following.key].parent == piece.key
+            assert piece.offset + piece.num_tokens == len(tree.nodes[piece.key].token_ids)
             assert (following.start, following.offset) == (piece.start + piece.num_tokens, 0)
         if run.start > start:
-            parent = tree.parent(first.key)
+            parent = tree.nodes[first.key].parent
             if first.offset:
-                assert tree.tokens(first.key)[first.offset - 1] != prompt[run.start - 1]
+                assert tree.nodes[first.key].token_ids[first.offset - 1] != prompt[run.start - 1]
             elif parent in tree:
-                assert tree.tokens(parent)[-1] != prompt[run.start - 1]
+                assert tree.nodes[parent].token_ids[-1] != prompt[run.start - 1]
         if run.end < len(prompt):
             end = last.offset + last.num_tokens
-            if end < len(tree.tokens(last.key)):
-                assert tree.tokens(last.key)[end] != prompt[run.end]
+            if end < len(tree.nodes[last.key].token_ids):
+                assert tree.nodes[last.key].token_ids[end] != prompt[run.end]
             else:
                 assert tree.best_child(last.key, prompt[run.end :]) is None
 
@@ -139,9 +139,9 @@ def test_everything_that_a_slow_search_finds_is_found(stored, asked, chunk_size,
         shelf.store(text(*passages))
     prompt = text(*asked)
     found = [piece for run in shelf.find(prompt, start) for piece in run.pieces]
-    keys = shelf.tree.keys()
+    keys = list(shelf.tree.nodes)
     for key in keys:
-        for base, begin, end in common_stretches(shelf.tree.tokens(key), prompt[start:]):
+        for base, begin, end in common_stretches(shelf.tree.nodes[key].token_ids, prompt[start:]):
             assert any(
                 piece.key == key
                 and piece.start - piece.offset == start + base
@@ -159,7 +159,7 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     assert len(shelf.anchors) == len(shelf.tree)
     while len(shelf.tree):
         assert shelf.anchors.check_integrity() == []
-        keys = shelf.tree.keys()
+        keys = list(shelf.tree.nodes)
         leaves = [key for key in keys if not shelf.tree.has_children(key)]
         shelf.remove(data.draw(st.sampled_from(leaves)))
         shelf.find(text(*stored[0]))

@@ -52,7 +52,10 @@ def test_whole_children_are_all_prefixes(siblings, prompt) -> None:
     index = PrefixTree()
     for ids in siblings:
         index.insert(chain_key(ROOT, as_token_ids(ids)), ROOT, as_token_ids(ids))
-    found = [index.tokens(key).tolist() for key in index.whole_children(ROOT, as_token_ids(prompt))]
+    found = [
+        index.nodes[key].token_ids.tolist()
+        for key in index.whole_children(ROOT, as_token_ids(prompt))
+    ]
     prefixes = [ids for ids in siblings if ids == prompt[: len(ids)]]
     assert found == sorted(prefixes, key=len, reverse=True)
 
@@ -74,7 +77,7 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     for ids in stored:
         insert_all(index, ids)
     while len(index):
-        keys = index.keys()
+        keys = list(index.nodes)
         key = data.draw(st.sampled_from([key for key in keys if not index.has_children(key)]))
         index.remove(key)
         assert key not in index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,78 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache import codec
-from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import Origin
-from kvboost.cache.store import ChunkLost, ChunkStore
+from kvboost.cache.store import ChunkLost
 from kvboost.cache.tiers import disk
 from kvboost.cache.tiers import writer as writer_module
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
-from support.chunks import ORIGIN, ROOT, chunk_store, packing, running_sums
-
-CHUNK = 4
-DIM = 64
-CHUNK_BYTES = 2 * 4 * DIM * CHUNK
-
-
-def rows_of(ids: list[int]) -> Pack:
-    return packing(running_sums(ids, DIM))
-
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Callable[..., ChunkStore]]:
-    opened: list[ChunkStore] = []
-
-    def open_store(
-        ram: int = 1000,
-        disk: int | None = 1000,
-        gpu: int = 0,
-        remote: RemoteTier | None = None,
-        origin: Origin = ORIGIN,
-        folder: str = "kv",
-    ) -> ChunkStore:
-        """Budgets in chunks; a file takes about four thirds of its data here."""
-        tiers = Tiers(
-            RamTier(ram * CHUNK_BYTES),
-            GpuTier(gpu * CHUNK_BYTES, torch.device("cpu")) if gpu else None,
-            None if disk is None else DiskTier(tmp_path / folder, disk * 4 * CHUNK_BYTES),
-            remote,
-        )
-        opened.append(chunk_store(tiers, CHUNK, origin=origin, window=CHUNK))
-        return opened[-1]
-
-    yield open_store
-    for store in opened:
-        store.close()
-
-
-def admit(store: ChunkStore, ids: list[int], root: str = ROOT) -> int:
-    return store.admit(root, as_token_ids(ids), rows_of(ids), exact_rows=len(ids))
-
-
-def hits(store: ChunkStore, ids: list[int], root: str = ROOT) -> list[str]:
-    """The tiers that serve the beginning of ``ids``; the rows must be what was stored."""
-    expected = running_sums(ids, DIM)
-    while True:
-        with store.lookup(root, as_token_ids(ids)) as known:
-            try:
-                for hit, data in store.fetch(known.exact):
-                    kv = data.tensors["kv"][:, :, :, : hit.num_tokens]
-                    assert torch.equal(kv, expected[:, :, :, hit.start : hit.end])
-            except ChunkLost:
-                continue
-            store.touch(known.exact)
-            return [hit.tier for hit in known.exact]
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("??/*.safetensors"))
+from support.chunks import ROOT, chunk_store
+from support.tiered import CHUNK, CHUNK_BYTES, admit, files, hits, text
 
 
 def bytes_in(folder: Path) -> int:
@@ -95,10 +35,6 @@ def bytes_in(folder: Path) -> int:
         with suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
-
-
-def text(seed: int, num_tokens: int = 12) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
 def test_the_next_store_reads_from_disk_what_the_last_one_wrote(open_store) -> None:
@@ -137,11 +73,10 @@ def test_a_full_disk_budget_evicts_children_before_parents(open_store, tmp_path)
     stats = store.stats()
     assert stats.moves.evicted > 0
     assert store.check_integrity() == []
-    infos = {info.key: info for info in DiskTier(tmp_path / "kv", 10**6).infos()}
-    again = DiskTier(tmp_path / "kv", 10**6)
-    keys = {info.key for info in again.refresh(now=True).added}
-    parents = {info.parent for info in again.infos() if info.base_position}
-    assert infos == {} and keys and parents <= keys  # no child without its parent
+    found = DiskTier(tmp_path / "kv", 10**6).refresh(now=True).added
+    keys = {info.key for info in found}
+    parents = {info.parent for info in found if info.base_position}
+    assert keys and parents <= keys  # no child without its parent
 
 
 def test_a_smaller_budget_holds_from_the_start(open_store) -> None:
@@ -235,29 +170,6 @@ def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
         admit(store, text(seed))
         store.flush()
     assert hits(store, text(0)) == []
-
-
-def test_a_forgotten_text_and_all_chunks_after_it_are_nowhere(open_store, tmp_path) -> None:
-    secret = text(7, 40)
-    store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
-    admit(store, [*text(1), *secret, *text(2)])
-    admit(store, [*text(3, 5), *secret[:36], *text(4)])  # elsewhere, and a part of it
-    admit(store, text(5))
-    store.flush()
-    assert sum(holds(path, secret) for path in files(tmp_path / "kv")) >= 18
-    assert store.forget_text([as_token_ids(secret)]) > 20
-    for folder in ("kv", "far"):
-        left = list(tmp_path.glob(f"{folder}/**/*.safetensors"))
-        assert left and not any(holds(path, secret) for path in left)
-    assert len(hits(store, [*text(1), *secret])) == 3  # the text before it stays
-    assert len(hits(store, text(5))) == 3
-    assert store.check_integrity() == []
-
-
-def holds(path: Path, secret: list[int]) -> bool:
-    """Whether three tokens in a row of ``secret`` are in a chunk."""
-    ids = codec.read_file(path).info.token_ids.tolist()
-    return any(ids[i : i + 3] == secret[j : j + 3] for i in range(2) for j in range(34))
 
 
 def test_another_machine_reads_from_the_remote_store(open_store, tmp_path) -> None:
@@ -354,27 +266,6 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
     assert store.check_integrity() == []
 
 
-def test_forgetting_includes_approximate_branches_and_chunks_whose_beginning_is_lost(
-    open_store, tmp_path
-) -> None:
-    secret = text(7, 40)
-    store = open_store()
-    ids = [*secret, *text(8, 24)]
-    # Exact up to the middle of the secret, approximate after it.
-    store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=20, repair="x")
-    admit(store, text(9))
-    store.flush()
-    assert store.forget_text([as_token_ids(secret)]) == store.stats().admitted - 3
-    assert store.stats().chunks == 3
-    # A chunk in the middle is lost: the chunks after it may have followed any text.
-    long = text(10, 60)
-    admit(store, long)
-    with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
-        store._holdings.residency.mark_lost(known.exact[5].chunk.key)
-    assert store.forget_text([as_token_ids(text(11))]) == 9
-    assert len(hits(store, long)) == 5 and store.check_integrity() == []
-
-
 def test_no_lookup_plans_a_chunk_whose_file_is_about_to_be_removed(open_store, monkeypatch) -> None:
     """The budget picks a chunk; before its file is gone a request looks for the same text, and
     reads it afterwards."""
@@ -465,9 +356,6 @@ class Liar:
 
     def delete(self, key) -> None: ...
 
-    def infos(self):
-        return iter(())
-
     def stats(self) -> RemoteStats:
         return RemoteStats("closed", 0, 0, 0, {}, 0)
 
@@ -485,35 +373,6 @@ def test_a_remote_store_that_does_not_deliver_is_not_asked_again(open_store) -> 
     with store.lookup(ROOT, ids, ask_remote=False) as known:
         assert known.exact == ()
     assert liar.asked == 1 and store.stats().chunks == 0
-
-
-def test_forgetting_includes_other_processes_chunks_and_quarantine(open_store, tmp_path) -> None:
-    one, two = open_store(), open_store()
-    admit(one, text(1))
-    one.flush()
-    aside = tmp_path / "kv" / "quarantine"
-    aside.mkdir()
-    (aside / f"{'a' * 32}.safetensors").write_bytes(b"some of it")
-    assert two.forget_text([as_token_ids(text(1))]) == 3
-    assert files(tmp_path / "kv") == [] and not list(aside.iterdir())
-
-
-def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> None:
-    root = root_key("model", "tenant")
-    store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
-    admit(store, text(1), root)
-    admit(store, text(2))
-    store.flush()
-    assert store.forget(root) == 3
-    assert hits(store, text(1), root) == [] and len(hits(store, text(2))) == 3
-
-
-def test_pins_end_when_their_chunks_are_forgotten(open_store) -> None:
-    store = open_store()
-    admit(store, text(1))
-    store.pin("it", ROOT, as_token_ids(text(1)))
-    store.forget_text([as_token_ids(text(1))])
-    assert store.stats().pinned == 0 and store.pins() == []
 
 
 def test_what_leaves_the_gpu_goes_to_ram_unless_another_tier_has_it(open_store) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import log2
 
-from kvboost.cache.eviction.policy import Entry, LeafQueuePolicy, Node, Rank, Study
+from kvboost.cache.eviction.policy import Entry, EvictionPolicy, Node, Rank, Study
 from kvboost.cache.eviction.return_rates import Cells, ReturnModel, log_bin
 from kvboost.tokens.hashing import ChunkKey
 
@@ -57,7 +57,7 @@ class _Memory:
     probe: int = -1
 
 
-class LearnedPolicy(LeafQueuePolicy):
+class LearnedPolicy(EvictionPolicy):
     """Keeps the chunks that are most likely to be used again soon, weighed by size and cost.
 
     :class:`ReturnModel` learns while serving how soon chunks are used again, from a few chunks of

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from kvboost.tokens.hashing import ChunkKey
 
@@ -31,43 +30,6 @@ class Entry:
 Study = Callable[[], Callable[[], None]]
 """Learns from a copy of what a policy has seen, in any thread and without a lock. What it returns
 is called like the methods of the policy: it puts the result into effect."""
-
-
-class EvictionPolicy(Protocol):
-    """Orders chunks, the least valuable first. Not thread-safe.
-
-    For each request ``touch`` is called with the paths that hit, then chunks may be removed, then
-    ``add`` is called with the new ones.
-    """
-
-    def add(self, entries: Sequence[Entry]) -> None:
-        """One request's new chunks, parents first: their first use."""
-
-    def restore(self, entries: Sequence[Entry]) -> None:
-        """Chunks that were found, for example at a start, those used longest ago first. The times
-        of their last uses are not known."""
-
-    def touch(self, *paths: Sequence[ChunkKey]) -> None:
-        """A request used these paths again, each from its first chunk on. Unknown keys are ignored:
-        a chunk may have been lost meanwhile."""
-
-    def remove(self, key: ChunkKey) -> None:
-        """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
-
-    def study(self) -> Study | None:
-        """The work of learning that is due now, if any. A policy that nobody asks learns in the
-        calls above."""
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        """The chunks in the order of eviction, children before their parents. The first few are
-        cheap. Nothing may be changed between two steps."""
-
-    def uses(self, key: ChunkKey) -> int:
-        """The number of uses of a chunk since it was added; being added counts."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, key: object) -> bool: ...
 
 
 def recompute_cost(position: int, num_tokens: int, attention_share: float) -> float:
@@ -91,10 +53,15 @@ class Node:
     """Of its valid entry in the heap; -1 while it has children."""
 
 
-class LeafQueuePolicy(ABC):
-    """A queue of the chunks that have no children, by rank: a heap in which outdated entries stay
-    until they reach the top. Chunks get their places when the queue is next read, because many are
-    used again, get children or leave before that. Time is counted in chunks used."""
+class EvictionPolicy(ABC):
+    """Orders chunks, the least valuable first. Not thread-safe.
+
+    For each request ``touch`` is called with the paths that hit, then chunks may be removed, then
+    ``add`` is called with the new ones.
+
+    The chunks that have no children are in a heap, by rank, in which outdated entries stay until
+    they reach the top. Chunks get their places when the order is next read, because many are used
+    again, get children or leave before that. Time is counted in chunks used."""
 
     def __init__(self) -> None:
         self._nodes: dict[ChunkKey, Node] = {}
@@ -105,6 +72,7 @@ class LeafQueuePolicy(ABC):
         self._now = 0
 
     def uses(self, key: ChunkKey) -> int:
+        """The number of uses of a chunk since it was added; being added counts."""
         return self._nodes[key].uses
 
     def __len__(self) -> int:
@@ -114,8 +82,8 @@ class LeafQueuePolicy(ABC):
         return key in self._nodes
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """Walks the heap from its top without changing it: after an entry come its two successors
-        in the heap, and its parent once all children of that have been passed."""
+        """The chunks in the order of eviction, children before their parents. The first few are
+        cheap. Nothing may be changed between two steps."""
         self._settle()
         heap = self._heap
         while heap and heap[0][1] != heap[0][2].version:
@@ -123,6 +91,8 @@ class LeafQueuePolicy(ABC):
         ahead = [(*heap[0], 0)] if heap else []
         passed: dict[ChunkKey, int] = {}
         orphaned = 0
+        # The heap does not change: after an entry come its two successors in it, and its parent
+        # once all children of that have been passed.
         while ahead:
             _, version, node, place = heappop(ahead)
             if place < 0 or version == node.version:
@@ -140,6 +110,7 @@ class LeafQueuePolicy(ABC):
                         heappush(ahead, (*heap[successor], successor))
 
     def add(self, entries: Sequence[Entry]) -> None:
+        """One request's new chunks, parents first: their first use."""
         for entry in entries:
             assert entry.key not in self._nodes, f"{entry.key} was added before"
             self._now += 1
@@ -152,9 +123,13 @@ class LeafQueuePolicy(ABC):
                 self._joining[entry.key] = node
 
     def restore(self, entries: Sequence[Entry]) -> None:
+        """Chunks that were found, for example at a start, those used longest ago first. The times
+        of their last uses are not known."""
         self.add(entries)
 
     def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        """A request used these paths again, each from its first chunk on. Unknown keys are ignored:
+        a chunk may have been lost meanwhile."""
         self._now += sum(map(len, paths))
         for path in paths:
             for key in path:
@@ -166,6 +141,7 @@ class LeafQueuePolicy(ABC):
                         self._joining[key] = node
 
     def remove(self, key: ChunkKey) -> None:
+        """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
         node = self._nodes.pop(key)
         self._leave_queue(node)
         parent = node.entry.parent
@@ -176,6 +152,8 @@ class LeafQueuePolicy(ABC):
                 self._joining[parent] = self._nodes[parent]
 
     def study(self) -> Study | None:
+        """The work of learning that is due now, if any. A policy that nobody asks learns in the
+        calls above."""
         return None
 
     @abstractmethod

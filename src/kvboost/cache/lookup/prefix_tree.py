@@ -59,15 +59,6 @@ class PrefixTree:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.nodes
 
-    def keys(self) -> list[ChunkKey]:
-        return list(self.nodes)
-
-    def parent(self, key: ChunkKey) -> ChunkKey:
-        return self.nodes[key].parent
-
-    def tokens(self, key: ChunkKey) -> TokenIds:
-        return self.nodes[key].token_ids
-
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
 

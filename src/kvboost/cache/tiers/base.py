@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
-from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.chunk import KVChunk
 from kvboost.tokens.hashing import ChunkKey
 
 
@@ -41,11 +40,6 @@ class Tier(Protocol):
     def delete(self, key: ChunkKey) -> None:
         """Removes ``key`` if it is there."""
 
-    def contains(self, key: ChunkKey) -> bool: ...
-
     def keys(self) -> list[ChunkKey]: ...
-
-    def infos(self) -> Iterator[ChunkInfo]:
-        """The chunks that are there, without their data. May take long for a remote tier."""
 
     def close(self) -> None: ...

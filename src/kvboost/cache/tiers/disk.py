@@ -246,11 +246,6 @@ class DiskTier:
         with self._guard:
             return list(self._contents)
 
-    def infos(self) -> Iterator[ChunkInfo]:
-        for key in self.keys():
-            if (info := self.info(key)) is not None:
-                yield info
-
     def info(self, key: ChunkKey) -> ChunkInfo | None:
         """The present header of ``key``; None if it cannot be read."""
         try:

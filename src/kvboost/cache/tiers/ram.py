@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers.arena import Arena
 from kvboost.tokens.hashing import ChunkKey
 
@@ -167,14 +167,8 @@ class RamTier:
         if chunk is not None:
             self._nbytes -= chunk.nbytes
 
-    def contains(self, key: ChunkKey) -> bool:
-        return key in self._chunks
-
     def keys(self) -> list[ChunkKey]:
         return list(self._chunks)
-
-    def infos(self) -> Iterator[ChunkInfo]:
-        return (chunk.info for chunk in list(self._chunks.values()))
 
     def close(self) -> None:
         self._chunks.clear()

@@ -356,7 +356,7 @@ class Residency:
         for tier in (self._ram, self._gpu):
             if tier is None:
                 continue
-            chunks = [tier.get(info.key) for info in tier.infos()]
+            chunks = map(tier.get, tier.keys())
             nbytes = sum(chunk.data.nbytes for chunk in chunks if chunk is not None)
             if nbytes != tier.nbytes or nbytes > tier.max_bytes:
                 problems.append(f"{tier.name} says {tier.nbytes} bytes but holds {nbytes}")

@@ -49,8 +49,6 @@ class FastLayers:
     """The packed copies of a model's weights, by module."""
 
     num_linears: int = 0
-    num_bytes: int = 0
-    """The memory of the copies."""
     products: dict[tuple[nn.Module, Names], AnyProduct] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
@@ -162,8 +160,7 @@ def pack_layers(model: nn.Module) -> FastLayers:
     allowed = {id(child) for _, _, child in found}
     if any(child.weight.dtype == torch.float32 for _, _, child in found):
         return _pack_whole_layers(model, allowed)
-    num_bytes = sum(child.weight.nbytes for _, _, child in found)
-    packed = FastLayers(num_linears=len(found), num_bytes=num_bytes)
+    packed = FastLayers(num_linears=len(found))
     gated = set()
     for module in model.modules():
         if _is_gated(module, allowed):
@@ -201,7 +198,6 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
             product = Gated(parent).product if names == GATED else Product(*_joined(linears))
             packed.products[parent, names] = product
             packed.num_linears += len(names)
-            packed.num_bytes += product.num_bytes
             _freeze(parent, names)
         packed.norms.update(norms)
     return packed

@@ -120,8 +120,6 @@ class Forward:
         self._check_states()
         self._scans = bool(self.states) and scans(model)
         self._hooks = AdapterHooks(model)
-        self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
-        """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
         self._head: Head | None = None
         if self._kernels is not None and self.is_uniform:

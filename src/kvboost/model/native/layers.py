@@ -42,7 +42,6 @@ class Product:
         self.is_halved = can_halve(weight)
         kept = torch.bfloat16 if self.is_halved else weight.dtype
         self._packed, address = aligned(weight.numel(), kept)
-        self.num_bytes = self._packed.nbytes
         pack = self._library.kvboost_pack
         if self.is_halved:
             pack = self._library.kvboost_pack_halved

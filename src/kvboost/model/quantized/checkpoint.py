@@ -19,9 +19,6 @@ class QuantizedCheckpoint(Protocol):
     format: str
     """The name that its files give it, for people."""
 
-    def holds(self, name: str) -> bool:
-        """Whether there is a tensor for this parameter, such as ``lm_head.weight``."""
-
     def is_quantized(self, name: str) -> bool:
         """Whether the parameter ``name`` is kept as codes."""
 

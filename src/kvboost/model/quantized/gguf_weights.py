@@ -91,9 +91,6 @@ class GgufCheckpoint:
             )
         return found
 
-    def holds(self, name: str) -> bool:
-        return self._find(name) is not None
-
     def is_quantized(self, name: str) -> bool:
         found = self._find(name)
         return found is not None and can_read(found.kind)

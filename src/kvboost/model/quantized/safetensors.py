@@ -96,9 +96,6 @@ class SafetensorsCheckpoint:
     def _codes(self) -> str:
         return "weight_packed" if self._method == "compressed-tensors" else "qweight"
 
-    def holds(self, name: str) -> bool:
-        return name in self._places or self.is_quantized(name)
-
     def is_quantized(self, name: str) -> bool:
         module, _, kind = name.rpartition(".")
         return kind == "weight" and f"{module}.{self._codes}" in self._places

@@ -116,10 +116,9 @@ class Answers:
         KV of its conversation if that has a session. Of several answers, the first counts."""
         if self._closed:
             return
-        is_first = choice.index % choice.call.n == 0
-        if is_first:
+        if choice.is_first:
             self._keep_marked(choice)
-        if choice.call.session is None or not is_first:
+        if choice.call.session is None or not choice.is_first:
             self._end(choice)
         else:
             renewal = asyncio.ensure_future(self._renew_session(choice, choice.call.session))
@@ -341,7 +340,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
 
 def keep_reports(server: ServerState, answer_id: str, choices: Sequence[Choice]) -> None:
     """Notes answers that have ended, to be explained by their id: the first to each prompt."""
-    firsts = [choice for choice in choices if choice.index % choice.call.n == 0]
+    firsts = [choice for choice in choices if choice.is_first]
     reports = [choice.result.reuse for choice in firsts]
     server.explanations.keep(firsts[0].call.place.owner, answer_id, reports)
 
@@ -359,7 +358,7 @@ def headers(choice: Choice) -> dict[str, str]:
 def usage(answers: Answers) -> dict[str, Any]:
     """The ``usage`` object. A prompt counts once, whatever its number of answers, and its cached
     tokens are those of the first answer."""
-    firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
+    firsts = [choice for choice in answers.choices if choice.is_first]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
     wanted = [choice for choice in answers.choices if choice.call.body.longest_answer != 0]
     completion = sum(len(choice.result.token_ids) for choice in wanted)

@@ -128,6 +128,11 @@ class Choice:
         return ((self.ended or time.perf_counter()) - self.received) * 1e3
 
     @property
+    def is_first(self) -> bool:
+        """Whether it is the first of the answers to its prompt."""
+        return self.index % self.call.n == 0
+
+    @property
     def is_cut(self) -> bool:
         """Whether a limit has ended the answer."""
         return self.result.finish_reason == "length"
@@ -147,6 +152,10 @@ class Choice:
     def parts(self, piece: str) -> list[Part]:
         """What ``piece``, the next piece of the answer, adds to its parts."""
         return [Part("content", piece)] if self.parser is None else self.parser.feed(piece)
+
+    def all_parts(self) -> list[Part]:
+        """The parts of the whole answer, none of which has been taken before."""
+        return [*self.parts(self.result.output_text), *self.last_parts()]
 
     def last_parts(self) -> list[Part]:
         """What was held back when the answer ended."""

@@ -72,7 +72,7 @@ class RequestRecord:
         total |= {"recomputed": 0, "generated": 0}
         for choice in self.choices:
             total["generated"] += len(choice.result.token_ids)
-            if choice.index % choice.call.n == 0:
+            if choice.is_first:
                 total["prompt"] += len(choice.prompt_ids)
                 total["cached"] += choice.result.cached_tokens
                 for name, count in counts(choice.result.reuse).items():

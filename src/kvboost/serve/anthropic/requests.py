@@ -53,7 +53,7 @@ def _kind_of(*kinds: str) -> Callable[[Any], str | None]:
     text, whose error says that they are not supported."""
 
     def kind(value: Any) -> str | None:
-        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        found = fields.type_of(value)
         if not isinstance(found, str):
             return None
         is_other = "text" in kinds and found in chat.OTHER_PARTS

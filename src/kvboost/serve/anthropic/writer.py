@@ -29,8 +29,7 @@ class MessageWriter:
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         (choice,) = answers.choices
-        parts = [*choice.parts(choice.result.output_text), *choice.last_parts()]
-        for _ in (*self._blocks.feed(parts), *self._blocks.finish()):
+        for _ in (*self._blocks.feed(choice.all_parts()), *self._blocks.finish()):
             pass
         keep_reports(self._server, self._id, [choice])
         return {

@@ -54,6 +54,12 @@ class OllamaCall(fields.Body):
     function: OllamaFunction
 
 
+_ROLES = {
+    **dict.fromkeys(("thinking", "tool_calls"), "assistant"),
+    **dict.fromkeys(("tool_name", "tool_call_id"), "tool"),
+}
+
+
 class OllamaMessage(fields.Body):
     """``images`` come first: the error about a message names the first wrong field."""
 
@@ -67,12 +73,7 @@ class OllamaMessage(fields.Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        for field, role in (
-            *(("thinking", "assistant"), ("tool_calls", "assistant")),
-            *(("tool_name", "tool"), ("tool_call_id", "tool")),
-        ):
-            if getattr(self, field) and self.role != role:
-                raise fields.goes_with(field, f"{field} goes with the role {role}")
+        fields.check_role(self, _ROLES)
         return self
 
     def for_chat(self) -> chat.Message:

@@ -36,8 +36,7 @@ class ItemImage(fields.Body):
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "image" if kind == "input_image" else "text"
+    return "image" if fields.type_of(value) == "input_image" else "text"
 
 
 _LIKE = fields.one_of(

@@ -122,8 +122,7 @@ class ResponseWriter:
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         (choice,) = answers.choices
-        parts = [*choice.parts(choice.result.output_text), *choice.last_parts()]
-        for _ in self._output.write(self._blocks.feed(parts)):
+        for _ in self._output.write(self._blocks.feed(choice.all_parts())):
             pass
         for _ in self._output.write(self._blocks.finish(never_empty=True), _status(choice)):
             pass

@@ -245,7 +245,7 @@ def _message(choice: Choice) -> tuple[dict[str, Any], bool]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if choice.parser is None:
         return message, False
-    found = collect([*choice.parser.feed(text), *choice.last_parts()])
+    found = collect(choice.all_parts())
     message["content"] = found.content
     if found.reasoning:
         message["reasoning_content"] = found.reasoning

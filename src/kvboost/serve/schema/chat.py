@@ -253,7 +253,7 @@ class DocumentPart(Marked):
 
 
 def _part_kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = fields.type_of(value)
     if kind in ("document", "image_url"):
         return str(kind)
     is_unknown = isinstance(kind, str) and kind != "text" and kind not in OTHER_PARTS
@@ -333,6 +333,9 @@ Content = Annotated[
 ]
 
 
+_ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+
+
 class Message(Marked):
     """Fields that are not supported come first: errors name the first wrong field."""
 
@@ -354,13 +357,7 @@ class Message(Marked):
     def _check_role(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise fields.goes_with("content", "content is missing")
-        for field, role in (
-            ("tool_calls", "assistant"),
-            ("reasoning_content", "assistant"),
-            ("tool_call_id", "tool"),
-        ):
-            if getattr(self, field) and self.role != role:
-                raise fields.goes_with(field, f"{field} goes with the role {role}")
+        fields.check_role(self, _ROLES)
         if self.images and self.role != "user":
             raise fields.goes_with("content", "a part with an image goes with the role user")
         return self

@@ -180,6 +180,11 @@ def one_field(said: str, models: Mapping[str, type[BaseModel]]) -> Discriminator
     return one_of(kind, said)
 
 
+def type_of(value: Any) -> Any:
+    """The ``type`` of an object, checked or not; None if it is none."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def text_or_list(value: Any) -> str | None:
     match value:
         case str():
@@ -237,6 +242,13 @@ No = Annotated[bool, AfterValidator(_never), Field(json_schema_extra={"const": F
 def goes_with(param: str, message: str) -> PydanticCustomError:
     """An object whose fields are right alone but not together; ``param`` names one of them."""
     return PydanticCustomError("goes_with", message, {"param": param})
+
+
+def check_role(body: Any, roles: Mapping[str, str]) -> None:
+    """Refuses a message with a field of ``roles`` that goes with another role than its own."""
+    for name, role in roles.items():
+        if getattr(body, name) and body.role != role:
+            raise goes_with(name, f"{name} goes with the role {role}")
 
 
 @dataclass

@@ -13,10 +13,10 @@ from support.clock import Clock
 
 def call(breaker: Breaker, succeeds: bool) -> bool:
     """Whether a call was let through."""
-    ticket = breaker.enter()
-    if ticket is None:
+    entered = breaker.enter()
+    if entered is None:
         return False
-    breaker.leave(ticket, succeeds)
+    breaker.leave(entered, succeeds)
     return True
 
 
@@ -80,9 +80,9 @@ def test_results_of_calls_from_before_a_change_are_ignored(clock: Clock, breaker
     trip(breaker)
     clock.now += 1
     trial = breaker.enter()
-    for ticket in early:
-        assert ticket is not None
-        breaker.leave(ticket, False)
+    for entered in early:
+        assert entered is not None
+        breaker.leave(entered, False)
     assert trial is not None
     breaker.leave(trial, True)
     assert breaker.state == "closed"

@@ -112,7 +112,7 @@ def test_damaged_files_are_counted_and_removed(
         assert tier.put(chunk)
         path = file_of(tmp_path, chunk)
         path.write_bytes(damage(path.read_bytes()))
-        assert len(list(tier.infos())) + tier.faults.get("corrupt", 0) == 1
+        assert len(list(tier.list_chunks().infos)) + tier.faults.get("corrupt", 0) == 1
         assert tier.get(chunk.key) is None
         assert not path.exists()
         assert tier.faults["corrupt"] >= 1
@@ -171,7 +171,7 @@ def test_a_stalled_store_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert tier.put(chunk)
         monkeypatch.setattr(AsyncFolder, "stalled", True)
         assert tier.get(chunk.key) is None
-        assert not tier.contains(chunk.key)
+        assert not tier.contains_many([chunk.key])[0]
         assert not tier.put(big_chunk(2))
         assert not tier.put(big_chunk(2))
         assert tier.faults == {"timeout": 3}

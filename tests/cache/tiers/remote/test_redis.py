@@ -64,7 +64,7 @@ def test_a_key_of_another_type_is_a_fault_and_removed(kind: str, server: RedisSe
     plant = {"string": server.client.set, "list": server.client.rpush, "set": server.client.sadd}
     plant[kind](name_of(chunk), "not a chunk")
     with opened(server.url) as tier:
-        assert tier.contains(chunk.key)  # there is something to be looked at
+        assert tier.contains_many([chunk.key])[0]  # there is something to be looked at
         assert tier.get(chunk.key) is None
         assert tier.faults == {"corrupt": 1}
         assert not server.client.exists(name_of(chunk))
@@ -91,7 +91,7 @@ def test_a_value_that_cannot_be_deleted_is_not_asked_for_again(server: RedisServ
         assert tier.put(chunk)
         server.client.hset(name_of(chunk), "0", b"damaged")
         for _ in range(3):
-            assert tier.get(chunk.key) is None and not tier.contains(chunk.key)
+            assert tier.get(chunk.key) is None and not tier.contains_many([chunk.key])[0]
         assert ReadOnly.asked == 1 and tier.faults["corrupt"] == 1
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_is_stopped_and_restarted_is_used_again(own_server: RedisS
         assert [tier.get(chunk.key) for _ in range(50)] == [None] * 50
         assert tier.faults == {"unreachable": 3}
         assert not tier.put(chunk)
-        assert (tier.nbytes, tier.keys(), list(tier.infos())) == (0, [], [])
+        assert (tier.nbytes, tier.keys(), list(tier.list_chunks().infos)) == (0, [], [])
         assert tier.state == "open"
         own_server.start()
         now = 1.0
@@ -282,7 +282,7 @@ def test_accounts_of_chunks_that_the_server_evicted_are_dropped(server: RedisSer
         server.client.delete(*map(name_of, chunks[:3]))
         assert tier.get(chunks[0].key) is None
         assert tier.nbytes == 3 * size
-        assert not tier.contains(chunks[1].key)
+        assert not tier.contains_many([chunks[1].key])[0]
         assert tier.nbytes == 2 * size
         assert tier.put(chunks[2])
         assert tier.nbytes == real_bytes(server) == 2 * size
@@ -328,7 +328,7 @@ def test_an_announced_chunk_is_a_miss_and_the_next_writer_replaces_it(server: Re
         assert backend._run("reserve", chunk.key, len(value), PLENTY, "slow", 60) == b"go"
         server.client.hset("kvboost:1:part:slow", "header", value[:100])
         assert tier.get(chunk.key) is None
-        assert not tier.contains(chunk.key)
+        assert not tier.contains_many([chunk.key])[0]
         assert tier.keys() == [big_chunk(2).key]
         assert 0 < server.client.ttl(name_of(chunk)) <= 60  # type: ignore[operator]
         assert tier.put(chunk)
@@ -406,7 +406,7 @@ def test_foreign_values_are_ignored(server: RedisServer) -> None:
         assert tier.put(other)
         assert tier.get(chunk.key) is None
         assert tier.contains_many([chunk.key, other.key]) == [False, True]
-        assert [info.key for info in tier.infos()] == [other.key]
+        assert [info.key for info in tier.list_chunks().infos] == [other.key]
         assert tier.faults == {"corrupt": 1}
         assert tier.put(chunk)
         assert_same(tier.get(chunk.key), chunk)

@@ -36,7 +36,7 @@ def test_another_client_gets_what_was_put(url: str) -> None:
             assert_same(there.get(chunk.key), chunk)
         assert there.nbytes == tier.nbytes == sum(counted_size(here, chunk) for chunk in chunks)
         assert sorted(there.keys()) == sorted(chunk.key for chunk in chunks)
-        infos = {info.key: as_plain(info) for info in there.infos()}
+        infos = {info.key: as_plain(info) for info in there.list_chunks().infos}
         assert infos == {chunk.key: as_plain(chunk.info) for chunk in chunks}
         stats = there.stats()
         assert (stats.hits, stats.misses, stats.faults) == (3, 0, {})
@@ -59,7 +59,7 @@ def test_deleted_chunks_are_gone_and_no_longer_counted(url: str) -> None:
 def test_an_empty_store_is_not_a_fault(url: str) -> None:
     with opened(url) as tier:
         assert tier.get(make_chunk([1]).key) is None
-        assert (tier.keys(), list(tier.infos()), tier.nbytes) == ([], [], 0)
+        assert (tier.keys(), list(tier.list_chunks().infos), tier.nbytes) == ([], [], 0)
         assert tier.contains_many([]) == []
         tier.delete(make_chunk([1]).key)
         assert tier.faults == {}
@@ -96,7 +96,7 @@ def test_a_closed_tier_misses(url: str) -> None:
         assert tier.put(chunk)
     assert tier.get(chunk.key) is None
     assert not tier.put(chunk)
-    assert not tier.contains(chunk.key)
+    assert not tier.contains_many([chunk.key])[0]
 
 
 def test_long_headers_are_read(url: str) -> None:
@@ -104,7 +104,7 @@ def test_long_headers_are_read(url: str) -> None:
     assert codec.header_length(codec.encode(chunk)) > codec.HEADER_BYTES
     with opened(url) as tier:
         assert tier.put(chunk)
-        assert [as_plain(info) for info in tier.infos()] == [as_plain(chunk.info)]
+        assert [as_plain(info) for info in tier.list_chunks().infos] == [as_plain(chunk.info)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 FAILURES = 3
 """So many in a row open the breaker."""
@@ -13,12 +13,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds."""
 
 State = Literal["closed", "open", "half-open"]
-
-
-class Ticket(NamedTuple):
-    """Permission to make one call. ``epoch`` counts the breaker's changes of state so far."""
-
-    epoch: int
 
 
 class Breaker:
@@ -34,7 +28,7 @@ class Breaker:
         self._pause = FIRST_PAUSE
         self._open_until: float | None = None  # None: closed
         self._on_trial = False
-        self._epoch = 0
+        self._epoch = 0  # how often the state has changed
 
     @property
     def state(self) -> State:
@@ -43,19 +37,20 @@ class Breaker:
                 return "closed"
             return "half-open" if self._on_trial or self._clock() >= self._open_until else "open"
 
-    def enter(self) -> Ticket | None:
-        """Permission to make a call, or None. Hand it to :meth:`leave` however the call ends."""
+    def enter(self) -> int | None:
+        """A number if a call may be made, else None. Give it to :meth:`leave` after the call."""
         with self._lock:
             if self._open_until is not None:
                 if self._on_trial or self._clock() < self._open_until:
                     return None
                 self._on_trial = True
                 self._epoch += 1
-            return Ticket(self._epoch)
+            return self._epoch
 
-    def leave(self, ticket: Ticket, succeeded: bool) -> None:
+    def leave(self, entered: int, succeeded: bool) -> None:
+        """``entered``: what :meth:`enter` gave."""
         with self._lock:
-            if ticket.epoch != self._epoch:
+            if entered != self._epoch:
                 return
             if succeeded:
                 self._failures = 0

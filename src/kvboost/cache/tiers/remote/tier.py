@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -149,9 +150,6 @@ class RemoteTier:
     def delete(self, key: ChunkKey) -> None:
         self._ask(lambda: self._backend.delete(key), None)
 
-    def contains(self, key: ChunkKey) -> bool:
-        return self.contains_many([key])[0]
-
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` are there, in one round trip. Values that were refused do not count."""
         if not keys:
@@ -168,10 +166,6 @@ class RemoteTier:
     def keys(self) -> list[ChunkKey]:
         return self._ask(self._backend.keys, [])
 
-    def infos(self) -> Iterator[ChunkInfo]:
-        """The chunks that are there. Headers that cannot be read are left out."""
-        return iter(self.list_chunks().infos)
-
     def list_chunks(self) -> Listing:
         """The chunks that are there; reads all headers, a few at a time."""
         keys = self._ask(self._backend.keys, None)
@@ -182,7 +176,7 @@ class RemoteTier:
         is_complete = True
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
-            headers = self._headers(some)
+            headers = self._ask(partial(self._backend.headers, some), None)
             if headers is None:
                 is_complete = False
                 continue
@@ -228,8 +222,8 @@ class RemoteTier:
 
     def _ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The answer; ``otherwise`` if there is none or the breaker is open."""
-        ticket = None if self._closed else self._breaker.enter()
-        if ticket is None:
+        entered = None if self._closed else self._breaker.enter()
+        if entered is None:
             return otherwise
         answered = False
         try:
@@ -242,7 +236,7 @@ class RemoteTier:
             answered = fault in _HARMLESS
             return otherwise
         finally:
-            self._breaker.leave(ticket, answered)
+            self._breaker.leave(entered, answered)
 
     def _put(self, chunk: KVChunk) -> bool:
         # Asking costs less than encoding a chunk that is already there.
@@ -315,10 +309,6 @@ class RemoteTier:
     def _delete(self, key: ChunkKey) -> bool:
         self._backend.delete(key)
         return True
-
-    def _headers(self, keys: Sequence[ChunkKey]) -> Sequence[bytes | None] | None:
-        """None if the store does not answer."""
-        return self._ask(lambda: self._backend.headers(keys), None)
 
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
         try:
