@@ -20,11 +20,18 @@ def filled_kv() -> RequestKV:
 
 
 @pytest.mark.parametrize(
-    ("window", "sinks"), [(None, None), (7, None), (ChunkWindow(16), None), (7, [1.0, -1, 3, 2])]
+    ("window", "softcap", "sinks"),
+    [
+        (None, None, None),
+        (7, None, None),
+        (ChunkWindow(16), None, None),
+        (7, None, [1.0, -1, 3, 2]),
+        (None, 0.5, None),
+    ],
 )
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
 def test_attention_mass_is_the_weight_each_row_receives(
-    window, sinks, at_once, monkeypatch
+    window, softcap, sinks, at_once, monkeypatch
 ) -> None:
     monkeypatch.setattr(probe, "_SCORES", at_once)
     kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
@@ -34,12 +41,14 @@ def test_attention_mass_is_the_weight_each_row_receives(
     mass.kv = kv
     last = None if sinks is None else torch.tensor(sinks)
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
-        mass.on_query(layer, rows_first(query), Rules(0.3, window, sinks=last))
+        mass.on_query(layer, rows_first(query), Rules(0.3, window, softcap, last))
     expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
         for row in range(ROWS):
             keys = kv.rows(0, START + ROWS)[0, 0, head // 2]
             scores = keys @ query[0, head, row] * 0.3
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
             for position in range(START + ROWS):
                 seen = position <= START + row and not (position < START and absent[position])
                 nearest = 0 if window is None else START + row - window + 1

@@ -74,14 +74,14 @@ class AttentionMass(Hook):
         return torch.zeros(2, KINDS, self.start)
 
     def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
-        scale, window, _, sinks = rules
+        scale, window, softcap, sinks = rules
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start
         self.mass = self.mass.to(query.device)
         _, heads, rows, dim = query.shape
         counted = row_weights(rows)
-        if window is None:
+        if window is None and softcap is None:
             at_once = attention_mass(kv, layer, query, scale, self.absent, counted, sinks)
             if at_once is not None:
                 self.mass[band] += at_once
@@ -98,6 +98,8 @@ class AttentionMass(Hook):
             for part in range(0, group, most):
                 queries = folded[some, part * rows : (part + most) * rows]
                 scores = torch.matmul(queries, keys[0, some].transpose(1, 2))
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
                 scores = scores.view(-1, rows, start + rows).add_(hidden)
                 weights = torch.softmax(scores, -1, dtype=torch.float32)
                 if sinks is not None:

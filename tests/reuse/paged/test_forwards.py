@@ -123,7 +123,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
     assert paged.shift(np.array([50]), SPANS) is None
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3_text"])
 def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 46 to 49 are not known: they hold NaN in pages."""
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)

@@ -323,6 +323,7 @@ class FixedMass(FixedHook[PagedMass]):
             len(self._absent),
             self._weights,
             window=rules.window,
+            softcap=rules.softcap,
             absent=self._absent,
             sinks=rules.sinks,
         )

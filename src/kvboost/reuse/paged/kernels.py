@@ -246,6 +246,7 @@ class PagedMass(Hook):
             self.seen.start,
             self._weights,
             window=rules.window,
+            softcap=rules.softcap,
             absent=self._absent,
             sinks=rules.sinks,
         )
