@@ -43,7 +43,7 @@ def test_a_tool_is_called(client, server, has_run) -> None:
     answer = client.messages.create(
         model=server.model,
         max_tokens=64,
-        temperature=0,
+        extra_body={"temperature": 0},
         messages=MESSAGES,
         tools=[TOOL],
         tool_choice={"type": "any"},
