@@ -65,7 +65,7 @@ class Load:
     out there: no row to come sees them."""
 
     request_id: str
-    token_ids: TokenIds
+    token_ids: TokenIds = field(compare=False)
     """Of the whole prompt."""
     first: int
     end: int
