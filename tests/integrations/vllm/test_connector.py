@@ -39,9 +39,9 @@ def put_off(scheduler: Scheduler, seed: int, salt: str | None = None) -> Any:
     """A request that has ended and was put off."""
     while True:
         request = scheduler.begin(f"request {seed}", text(seed), salt)
-        before = len(scheduler.connector._later)
+        before = len(scheduler.connector._keeping.later)
         scheduler.end(request)
-        if len(scheduler.connector._later) > before:
+        if len(scheduler.connector._keeping.later) > before:
             return request
         seed += 100_000
 
@@ -136,7 +136,7 @@ def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> N
     crowd(scheduler)
     put_off(scheduler, 70_000)
     scheduler.connector.reset_cache()
-    assert not len(scheduler.connector._later)
+    assert not len(scheduler.connector._keeping.later)
     scheduler.connector.shutdown()
 
 
