@@ -73,11 +73,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             declined = why_nothing(vllm_config, self._options, kv_cache_config)
             self._worker = Worker(vllm_config, self._options, declined, self._groups)
             return
-        self._page = vllm_config.cache_config.block_size
+        self._page = self._groups.page or vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
         self._is_heard = events is not None and events.enable_kv_cache_events
         announced = Announcements(self._page) if self._is_heard else None
-        self._planner = Planner(self._options, self._page, announced)
+        resumes = bool(self._groups.with_states)
+        self._planner = Planner(self._options, self._page, announced, resumes=resumes)
         self._branches = Branches()
         self._tally = Tally()
         self._commands = Commands(self._planner, self._tally)
@@ -113,6 +114,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if len(hellos) != len(greetings) or self._pool is None:
             return
         self._planner.open(hellos)
+        if self._groups.with_states:
+            logger.info(
+                "KVBoost keeps states at ends of pages (%d tokens), about every %d tokens and at "
+                "the ends of prompts, with chunks of up to %d tokens",
+                self._page,
+                self._planner.state_every,
+                self._planner.chunk_size,
+            )
         self._commands.open(len(hellos))
 
     def on_new_request(self, request: Request) -> None:
@@ -380,7 +389,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
         if connector_metadata.keeps:
-            self._worker.keep(connector_metadata.keeps)
+            self._worker.keep([one for one in connector_metadata.keeps if not one.has_states])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 

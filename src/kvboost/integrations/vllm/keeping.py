@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.integrations.vllm.branches import Branch
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.later import Ended, Later
-from kvboost.integrations.vllm.leaving import Leaving
+from kvboost.integrations.vllm.leaving import Followed, Leaving, PageEnds, Running
 from kvboost.integrations.vllm.planner import Keep, Planner, prompt_ids
 from kvboost.integrations.vllm.served import Served
 from kvboost.integrations.vllm.tally import Tally
@@ -45,6 +45,9 @@ class Keeping:
         # Rows that leave a window cannot be put off.
         self.later = Later(page, tally.put_off, is_on=puts_off and groups.is_one)
         self._leaving = None if groups.window is None else Leaving(groups.window, page)
+        self._page_ends: PageEnds | None = None
+        if groups.with_states:
+            self._page_ends = PageEnds(groups.with_states, page)
         self._ended: list[Ended] = []
         """Requests whose answers are on their way, and of which rows are to be kept."""
         self._keeps: list[Keep] = []
@@ -63,34 +66,40 @@ class Keeping:
         return keeps, dropped
 
     def follow(self, output: SchedulerOutput) -> None:
-        """Enters rows that leave a window. A step that is planned may give their pages away, and
-        begins with the copy."""
-        if (leaving := self._leaving) is None:
-            return
+        """Enters rows that leave a window: the step that is planned may give their pages away.
+        Enters states that the step leaves at ends of pages."""
+        if self._leaving is not None:
+            self._follow(self._leaving, output)
+            for request_id in self._leaving.due():
+                self._keep_leaving(self._leaving, self._served[request_id])
+        if self._page_ends is not None:
+            self._follow(self._page_ends, output)
+            for request_id, num_rows in output.num_scheduled_tokens.items():
+                self._keep_states(self._page_ends, self._served[request_id], num_rows)
+
+    def _follow(self, followed: Followed, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
-            self._begin(leaving, new.req_id, new.block_ids, new.num_computed_tokens)
+            self._begin(followed, new.req_id, new.block_ids, new.num_computed_tokens)
         others = output.scheduled_cached_reqs
         for request_id, tables, rows in zip(
             others.req_ids, others.new_block_ids, others.num_computed_tokens, strict=True
         ):
             if request_id in others.resumed_req_ids:
-                self._begin(leaving, request_id, tables, rows)
+                self._begin(followed, request_id, tables, rows)
             else:
-                leaving.grow(request_id, tables, rows)
-        for request_id in leaving.due():
-            self._keep_rows(leaving, self._served[request_id])
+                followed.grow(request_id, tables, rows)
 
     def _begin(
-        self, leaving: Leaving, request_id: str, tables: Sequence[Sequence[int]], rows: int
+        self, followed: Followed, request_id: str, tables: Sequence[Sequence[int]], rows: int
     ) -> None:
         served = self._served[request_id]
         if self._is_kept(served):
             if served.token_ids is None:
                 served.token_ids = prompt_ids(served.request.prompt_token_ids)
             stored = self._planner.num_stored(served.token_ids, served.salt)
-            leaving.begin(served.request, tables, rows, stored)
+            followed.begin(served.request, tables, rows, stored)
 
-    def _keep_rows(self, leaving: Leaving, served: Served, *, has_ended: bool = False) -> None:
+    def _keep_leaving(self, leaving: Leaving, served: Served, *, has_ended: bool = False) -> None:
         """Enters the rows that a request has computed since the last time."""
         request = served.request
         if (one := leaving.of(request)) is None:
@@ -101,22 +110,39 @@ class Keeping:
         rows = min(rows, len(one.tables[0]) * self._page)
         if not self._is_kept(served) or rows <= one.first:
             return
-        tables, pages = tuple(map(tuple, one.tables)), rows // self._page
-        asked, salt = served.asked, served.salt
-        some = Ended(request, served.token_ids, asked, salt, tables, rows, pages, one.first)
+        some = self._some(served, one, rows, one.first)
         one.first = rows
         if has_ended:
             self._ended.append(some)
         else:
             self._keep(some)
 
+    def _keep_states(self, page_ends: PageEnds, served: Served, num_rows: int) -> None:
+        """Enters a request up to the last row whose states are in its pages."""
+        one = page_ends.of(served.request)
+        row = page_ends.reached(served.request, num_rows, self._planner.state_every)
+        if one is None or row is None or not self._is_kept(served):
+            return
+        self._keep(self._some(served, one, row))
+        one.first = row
+
+    def _some(self, served: Served, one: Running, rows: int, first: int = 0) -> Ended:
+        """The first ``rows`` rows of a request that runs. Those before ``first`` are not in its
+        pages any more."""
+        tables, pages = tuple(map(tuple, one.tables)), rows // self._page
+        ids, asked, salt = served.token_ids, served.asked, served.salt
+        return Ended(served.request, ids, asked, salt, tables, rows, pages, first)
+
     def end(self, served: Served, block_ids: tuple[list[int], ...], branch: Branch | None) -> None:
         """A request ends, which ran in ``branch``, and its pages are those of ``block_ids``. Its
         rows are entered by ``finish_ended``."""
         request, load = served.request, served.load
         if self._leaving is not None:
-            self._keep_rows(self._leaving, served, has_ended=True)
+            self._keep_leaving(self._leaving, served, has_ended=True)
             self._leaving.end(request.request_id)
+            return
+        if self._page_ends is not None:  # the states at its end are not at the end of a page
+            self._page_ends.end(request.request_id)
             return
         if served.is_loading or not self._is_kept(served):
             return
