@@ -121,7 +121,7 @@ def save_for_vllm(model_type: str, folder: Path) -> Path:
     bytes."""
     sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 2048}
     if model_type == "granitemoehybrid":
-        sizes |= {"mamba_d_head": 32, "num_local_experts": 0}
+        sizes |= {"mamba_d_head": 32, "mamba_d_state": 64, "num_local_experts": 0}
     family_model(model_type, {**HYBRIDS[model_type], **sizes}).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

@@ -188,7 +188,7 @@ def with_states_beside(worker: Any) -> list[torch.Tensor]:
     worker._packer = Quantizer(16, None)
     worker._ranks = SimpleNamespace(least=lambda number: number)
     layers = [torch.randn(BLOCKS, 3) for _ in range(2)]
-    worker._states = StatePages({1: [[one] for one in layers]})
+    worker._states = StatePages([(1, [one]) for one in layers])
     return layers
 
 

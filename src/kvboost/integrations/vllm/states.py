@@ -6,33 +6,32 @@ after the last row of the page, for pages at whose ends vLLM keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.groups import Tables
+from kvboost.integrations.vllm.pages import Pages
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class StatePages:
-    """``groups`` has the layers of each group with states, by the group's number, and each layer
-    its tensors, ``[pages, ...]``. States that are alike are stored in one tensor, with the layers
-    in order: ``[layers, ...]``."""
+    """``layers`` has each layer with states, in the model's order: the number of its group, and its
+    tensors, ``[pages, ...]``. States that are alike are stored in one tensor, in the same order
+    whatever the groups are: ``[layers, ...]``."""
 
-    def __init__(self, groups: Mapping[int, Sequence[Sequence[torch.Tensor]]]) -> None:
-        self.groups = tuple(groups)
+    def __init__(self, layers: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
         self._alike: dict[tuple[int, Shape], list[tuple[int, torch.Tensor]]] = {}
-        for group, layers in groups.items():
-            for tensors in layers:
-                for number, one in enumerate(tensors):
-                    shape = one.dtype, tuple(one.shape[1:])
-                    if not one.is_floating_point() or one.dtype.itemsize < 2:
-                        raise UnsupportedModelError(f"its states ({one.dtype}) are quantised")
-                    self._alike.setdefault((number, shape), []).append((group, one))
-        if not self._alike:
-            raise UnsupportedModelError("its layers with states have no tensors that KVBoost knows")
+        for group, tensors in layers:
+            if not tensors:
+                raise UnsupportedModelError("a layer with states has none that KVBoost knows")
+            for number, one in enumerate(tensors):
+                if not one.is_floating_point() or one.dtype.itemsize < 2:
+                    raise UnsupportedModelError(f"its states ({one.dtype}) are quantised")
+                shape = one.dtype, tuple(one.shape[1:])
+                self._alike.setdefault((number, shape), []).append((group, one))
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -63,8 +62,21 @@ class StatePages:
                 there[tables[group][page]].copy_(one, non_blocking=True)
 
 
+def check_sizes(page: int, pages: Pages) -> None:
+    """Raises ``UnsupportedModelError`` unless the attention's kernel has pages of ``page`` rows, as
+    vLLM has: it may have split vLLM's."""
+    shapes = [one.shape for layer in pages.layers for one in tensors_of(layer)]
+    sizes = {pages.size, *(shape[2] for shape in shapes if len(shape) == 4)}
+    if sizes != {page}:
+        listed = ", ".join(map(str, sorted(sizes - {page})))
+        raise UnsupportedModelError(
+            f"vLLM has pages of {page} tokens and its attention's kernel pages of {listed}; try "
+            "another kernel, such as --attention-backend FLASH_ATTN"
+        )
+
+
 def tensors_of(layer: object) -> list[torch.Tensor]:
-    """The tensors in which vLLM has the states of ``layer``, a Mamba layer or alike."""
+    """The tensors in which vLLM has the states of ``layer``, or its rows."""
     return _flat(getattr(layer, "kv_cache", ()))
 
 

@@ -41,7 +41,7 @@ from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
-from kvboost.integrations.vllm.states import StatePages, tensors_of
+from kvboost.integrations.vllm.states import StatePages, check_sizes, tensors_of
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.integrations.vllm.taking import (
     COPIED_ROWS,
@@ -131,24 +131,21 @@ class Worker:
                 [layers[name] for name in names],
                 self._groups.layers({name: getattr(layers[name], shared, None) for name in names}),
             )
-            if self._groups.page not in (None, self._pages.size):
-                sizes = f"{self._groups.page} and {self._pages.size}"
-                raise UnsupportedModelError(f"its attention has other pages ({sizes} tokens)")
+            if (page := self._groups.page) is not None:
+                check_sizes(page, self._pages)
         except (UnsupportedModelError, KeyError, AttributeError) as error:
             self._pages, self._problem = None, str(error)
 
     def _find_states(self, layers: Mapping[str, object]) -> StatePages | None:
-        groups, names = self._groups.with_states, self._groups.names
-        if not groups:
+        group_of = {
+            name: number
+            for number in self._groups.with_states
+            for name in self._groups.names[number]
+        }
+        names = sorted(group_of, key=_layer_number)
+        if not names:
             return None
-        return StatePages(
-            {
-                number: [
-                    tensors_of(layers[name]) for name in sorted(names[number], key=_layer_number)
-                ]
-                for number in groups
-            }
-        )
+        return StatePages([(group_of[name], tensors_of(layers[name])) for name in names])
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
@@ -196,11 +193,10 @@ class Worker:
         tiers = open_tiers(
             self._options.engine_of(rank, size), pages.device, locked, streams=streams
         )
-        format: AnyFormat = KVFormat(
-            len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype
-        )
+        of_rows = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
+        format: AnyFormat = of_rows
         if self._states is not None:
-            format = MixedFormat((format,), self._states.shapes)
+            format = MixedFormat((of_rows,), self._states.shapes)
         self._data = ChunkData(tiers, format=format)
         self._is_near = tiers.gpu is not None or not pages.on_gpu
         self._packer = Quantizer(16, self._rotation)
