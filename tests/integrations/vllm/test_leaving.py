@@ -124,6 +124,12 @@ def test_states_where_prompts_begin_to_differ_are_kept() -> None:
     assert page_ends.reached(one, 32, 500) == 32
 
 
+def test_states_at_the_end_of_a_prompt_are_kept() -> None:
+    page_ends, one = reading(rows=80, states=30, first=80, num_prompt_tokens=96, num_tokens=96)
+    page_ends.grow("a", [[], [31]], 80)
+    assert page_ends.reached(one, 16, 500) == 96
+
+
 def test_states_of_a_preempted_request_are_anothers() -> None:
     page_ends, one = reading()
     page_ends.grow("a", [[], [0, 0, 20]], 0)

@@ -103,16 +103,18 @@ class PageEnds(Followed):
     def reached(self, request: Any, num_rows: int, every: int) -> int | None:
         """The row whose states are to be kept in the step that is planned, which computes
         ``num_rows`` of a request; None if there is none. They are there when it is computed. States
-        are kept ``every`` so many rows, at the last end of a page in a prompt, and where vLLM has
+        are kept ``every`` so many rows, at the last ends of pages in a prompt, and where vLLM has
         noticed that prompts begin to differ."""
         if (one := self.of(request)) is None:
             return None
         row = self._last_state(one, one.rows + num_rows, request.num_tokens)
         if row <= one.first:
             return None
-        last = (request.num_prompt_tokens - 1) // self._page * self._page
-        is_asked = row in (last, getattr(request, "shared_prefix_boundary", None))
-        return row if is_asked or row - one.first >= every else None
+        end = request.num_prompt_tokens
+        # The same prompt again goes on before its last token, and the next turn at its end.
+        wanted = ((end - 1) // self._page * self._page, end)
+        is_wanted = row in (*wanted, getattr(request, "shared_prefix_boundary", None))
+        return row if is_wanted or row - one.first >= every else None
 
     def _last_state(self, one: Running, end: int, num_tokens: int) -> int:
         """The last row up to ``end`` whose states are in pages when the step is computed that ends

@@ -65,8 +65,9 @@ class StatePages:
 def check_sizes(page: int, pages: Pages) -> None:
     """Raises ``UnsupportedModelError`` unless the attention's kernel has pages of ``page`` rows, as
     vLLM has: it may have split vLLM's."""
-    shapes = [one.shape for layer in pages.layers for one in tensors_of(layer)]
-    sizes = {pages.size, *(shape[2] for shape in shapes if len(shape) == 4)}
+    caches = [one for layer in pages.layers for one in tensors_of(layer) if one.dim() == 4]
+    rows = pages.num_blocks * pages.size
+    sizes = {pages.size, *(rows // len(one) for one in caches)}
     if sizes != {page}:
         listed = ", ".join(map(str, sorted(sizes - {page})))
         raise UnsupportedModelError(
