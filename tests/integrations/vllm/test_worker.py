@@ -257,3 +257,18 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
         then[2] = 1
         assert torch.equal(one, then)
     worker._thread.shutdown()
+
+
+def test_states_on_the_way_are_let_go(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    with_states_beside(worker)
+    infos = [replace(one, has_state=True) for one in infos_of(0, 24)]
+    data = with_states(plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM)), [torch.ones(2, 3)])
+    worker._data.at_hand = lambda planned: None
+    worker._data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
+    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    while "a" not in worker._held:
+        worker.step(connector.Step(fetches=[Load("a", as_token_ids(range(30)), 0, 24, hits)]))
+    first, last = worker._held["a"]
+    assert not states_of(first.data) and len(states_of(last.data)) == 1
+    worker._thread.shutdown()

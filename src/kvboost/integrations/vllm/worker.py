@@ -28,6 +28,7 @@ from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
 from kvboost.cache.mixed import AnyFormat, MixedFormat, states_of
 from kvboost.cache.quantize import KVFormat, Quantizer
+from kvboost.cache.states import rows_only
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
@@ -371,7 +372,12 @@ class Worker:
         device = self._open_pages.device
         with torch.cuda.stream(self._stream):
             chunks = self._data.fetch(infos)
-            if chunks is None or self._stream is None:
+            if chunks is None:
+                return None, None
+            for number, one in enumerate(chunks[:-1]):
+                if one.info.has_state:  # states are needed at the end of a load only
+                    chunks[number] = rows_only(one)
+            if self._stream is None:
                 return chunks, None
             if is_ahead:
                 with suppress(torch.OutOfMemoryError):  # then they are copied as they are placed
