@@ -67,7 +67,9 @@ def describe(model: Any) -> Family:
     pages = packed and uniform and not getattr(text, "attention_chunk_size", None)
     if observed.states:
         shares = name.startswith("zamba")  # weights of layers
-        return Family(name, False, packed, pages, "states", "–", states=True, adapters=not shares)
+        return Family(
+            name, False, packed, pages, "states", "from states", states=True, adapters=not shares
+        )
     rotation = key_rotation(model, support, observed, strict=True)
     if rotation is None:
         return Family(name, False, packed, pages, support.architecture.positions.value, "exact")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from hypothesis import given, settings
@@ -115,3 +117,50 @@ def test_index_and_store_keep_the_same_chunks(texts: list[list[int]], prompt: li
             assert [(h.chunk.key, h.start, h.num_tokens, h.offset) for h in mine] == [
                 (h.chunk.key, h.start, h.num_tokens, h.offset) for h in its
             ]
+
+
+# Models with states.
+
+
+def store_with_states(index: Index, ids: list[int], *ends: int) -> tuple[list[int], list[int]]:
+    """The ends of new chunks, and of those that they replace."""
+    known = index.infos(ROOT)
+    new, replaced = index.store(ROOT, as_token_ids(ids), boundaries=ends)
+    return [info.end for info in new], [known[key].end for key in replaced]
+
+
+def make_resuming_index() -> Index:
+    def cut(ids: TokenIds, boundaries: Sequence[int]) -> list[tuple[int, int]]:
+        places = [0, *boundaries, len(ids)]
+        return [
+            (begin + start, begin + end)
+            for begin, stop in pairwise(places)
+            for start, end in fixed(stop - begin, CHUNK)
+        ]
+
+    return Index(cut, ORIGIN, row_bytes=8, window=CHUNK, resumes=True)
+
+
+def test_text_is_known_up_to_the_last_states() -> None:
+    index, ids = make_resuming_index(), list(range(10))
+    assert store_with_states(index, ids) == ([4, 8, 10], [])
+    assert known_rows(index, [*ids, 1]) == 10
+    assert known_rows(index, ids[:9]) == 0
+    longer = [*ids, 20, 21, 22]
+    assert store_with_states(index, longer, 10) == ([13], [])
+    assert known_rows(index, longer[:12]) == 10 and known_rows(index, longer) == 13
+
+
+def test_a_chunk_without_states_is_replaced_by_one_that_has_some() -> None:
+    index, ids = make_resuming_index(), list(range(12))
+    store_with_states(index, ids)
+    assert store_with_states(index, ids[:8]) == ([8], [8])
+    assert known_rows(index, ids[:10]) == 8 and known_rows(index, ids) == 12
+    assert store_with_states(index, ids[:8]) == ([], [])
+
+
+def test_states_are_not_replaced_by_longer_text() -> None:
+    index, ids = make_resuming_index(), list(range(4))
+    store_with_states(index, ids[:2])
+    assert store_with_states(index, ids) == ([4], [])
+    assert known_rows(index, ids[:3]) == 2 and known_rows(index, ids) == 4

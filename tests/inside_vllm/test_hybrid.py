@@ -161,16 +161,21 @@ def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) 
     assert engine.ask(ids).tokens == full.tokens
 
 
-def reason(*specs: KVCacheSpec, speculative: object = None) -> str | None:
+def reason(
+    *specs: KVCacheSpec,
+    speculative: object = None,
+    extra: dict[str, Any] | None = None,
+    **cache: Any,
+) -> str | None:
     """Why nothing is reused of a model with such groups."""
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
         model_config=SimpleNamespace(use_mla=False),
-        cache_config=SimpleNamespace(block_size=PAGE),
+        cache_config=SimpleNamespace(block_size=PAGE, **{"mamba_cache_mode": "align"} | cache),
         speculative_config=speculative,
     )
-    return why_nothing(config, Options.parse({}), KVCacheConfig(1, [], groups))
+    return why_nothing(config, Options.parse(extra or {}), KVCacheConfig(1, [], groups))
 
 
 def full(block_size: int = PAGE) -> KVCacheSpec:
@@ -184,10 +189,35 @@ def window(block_size: int = PAGE) -> KVCacheSpec:
 
 
 def test_groups_that_cannot_be_served_are_declined_with_a_remedy() -> None:
-    mamba = MambaSpec(block_size=PAGE, shapes=((8, 8),), dtypes=(torch.float32,))
     assert reason(full()) is reason(full(), window()) is reason(window()) is None
-    said = reason(full(), mamba) or ""
-    assert "Mamba" in said and "kvboost serve" in said
     for declined in (reason(full(), window(2 * PAGE)), reason(full(), window(), speculative=1)):
         assert "--disable-hybrid-kv-cache-manager" in (declined or "")
     assert reason(full(), speculative=1) is None
+
+
+def mamba(block_size: int = PAGE) -> KVCacheSpec:
+    return MambaSpec(block_size=block_size, shapes=((8, 8),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("specs", "more", "said"),
+    [
+        ((full(), mamba()), {"mamba_cache_mode": "none"}, "--enable-prefix-caching"),
+        ((full(), mamba()), {"mamba_cache_mode": "all"}, "--mamba-cache-mode all"),
+        ((full(), mamba()), {"speculative": 1}, "speculative decoding"),
+        ((full(), mamba()), {"use_replayssm": True}, "--use-replayssm"),
+        ((full(), mamba()), {"prefix_match_unit": 16}, "--prefix-match-unit"),
+        ((full(), mamba()), {"extra": {"remote_cache_url": "redis://a"}}, "remote_cache_url"),
+        ((full(), window(), mamba()), {}, "SlidingWindowSpec"),
+        ((full(), mamba(2 * PAGE)), {}, "--mamba-block-size"),
+        ((mamba(),), {}, "states only"),
+    ],
+)
+def test_states_that_cannot_be_served_are_declined(
+    specs: tuple[KVCacheSpec, ...], more: dict[str, Any], said: str
+) -> None:
+    assert said in (reason(*specs, **more) or "")
+
+
+def test_states_at_ends_of_pages_are_served() -> None:
+    assert reason(full(), mamba()) is reason(mamba(), mamba(), full()) is None

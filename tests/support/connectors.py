@@ -34,6 +34,13 @@ class Window:
     sliding_window: int
 
 
+@dataclass
+class States:
+    """A group of layers with states."""
+
+    block_size: int
+
+
 class Base:
     """As vLLM's connectors begin."""
 
@@ -54,7 +61,7 @@ def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     base: Any = importlib.import_module(BASE)
     base.KVConnectorBase_V1, base.KVConnectorRole = Base, Role
     kinds: Any = importlib.import_module("vllm.v1.kv_cache_interface")
-    kinds.SlidingWindowSpec = Window
+    kinds.SlidingWindowSpec, kinds.MambaSpec = Window, States
     named: Any = importlib.import_module("vllm.logger")
     named.init_logger = logging.getLogger
     try:
@@ -83,10 +90,16 @@ class Pool:
 
 class Scheduler:
     """Runs requests of one token through the scheduler's side of a ``connector``. ``windows`` are
-    those of the groups of layers, None for full attention."""
+    those of the groups of layers, None for full attention. With ``has_states``, one more group has
+    states."""
 
     def __init__(
-        self, connector: Any, windows: Sequence[int | None] = (None,), **extra: Any
+        self,
+        connector: Any,
+        windows: Sequence[int | None] = (None,),
+        *,
+        has_states: bool = False,
+        **extra: Any,
     ) -> None:
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
@@ -100,6 +113,9 @@ class Scheduler:
             )
             for number, window in enumerate(windows)
         ]
+        if has_states:
+            names = [f"layers.{len(groups)}"]
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=States(PAGE)))
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.connector = connector.KVBoostConnector(config, Role.SCHEDULER, caches)
         self.pool = Pool()
@@ -118,6 +134,7 @@ class Scheduler:
             prompt_token_ids=ids,
             all_token_ids=[*ids, 7],
             num_tokens=len(ids) + 1,
+            num_prompt_tokens=len(ids),
             num_computed_tokens=len(ids),
             block_hashes=[repr((salt, ids[: (one + 1) * PAGE])).encode() for one in full],
             num_preemptions=0,
@@ -149,12 +166,14 @@ class Scheduler:
         running: Mapping[str, tuple[Tables | None, int]] | None = None,
         resumed: Collection[str] = (),
     ) -> Any:
-        """What the workers are told in a step with so many tokens. Of scheduled requests it has
-        their new pages, in each group, and how many rows were computed before."""
+        """What the workers are told in a step with so many tokens, of each of its requests. Of
+        scheduled requests it has their new pages, in each group, and how many rows were computed
+        before."""
         started, others = new or {}, running or {}
         return self.connector.build_connector_meta(
             SimpleNamespace(
                 total_num_scheduled_tokens=tokens,
+                num_scheduled_tokens=dict.fromkeys([*started, *others], tokens),
                 scheduled_new_reqs=[
                     SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=rows)
                     for name, (tables, rows) in started.items()

@@ -114,3 +114,14 @@ def save_seeing(model_type: str, folder: Path) -> None:
 def hybrid_model(model_type: str) -> PreTrainedModel:
     """A random model of a few thousand weights. No norm's weights are ones."""
     return family_model(model_type, HYBRIDS[model_type])
+
+
+def save_for_vllm(model_type: str, folder: Path) -> Path:
+    """Writes a model whose heads are as large as vLLM's kernels on CPUs need, and a tokenizer of
+    bytes."""
+    sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 2048}
+    if model_type == "granitemoehybrid":
+        sizes |= {"mamba_d_head": 32, "mamba_d_state": 64, "num_local_experts": 0}
+    family_model(model_type, {**HYBRIDS[model_type], **sizes}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

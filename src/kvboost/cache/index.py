@@ -8,6 +8,7 @@ A scheduler in one process plans with it while workers in other processes hold t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.lookup.anchors import WINDOW
@@ -15,12 +16,14 @@ from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, sortable
 from kvboost.cache.parts import Cut, Naming
+from kvboost.cache.states import KnownStates
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
 class Index:
     """``row_bytes`` is the size of one token's KV, over all workers. With a ``naming`` secret, keys
-    are keyed hashes and chunks are signed. ``on_removed`` hears of every chunk that is removed."""
+    are keyed hashes and chunks are signed. ``on_removed`` hears of every chunk that is removed.
+    ``resumes``: for a model with states, which can go on only where one is stored."""
 
     def __init__(
         self,
@@ -31,9 +34,11 @@ class Index:
         naming: bytes = b"",
         window: int = WINDOW,
         on_removed: Callable[[Sequence[ChunkKey]], None] = lambda keys: None,
+        resumes: bool = False,
     ) -> None:
         self.naming = Naming(cut, origin, secret=naming, row_bytes=row_bytes)
-        self._catalogue = Catalogue(window)
+        self._catalogue = Catalogue(window, resumes=resumes)
+        self._resumes = resumes
         self._tiers: dict[ChunkKey, str] = {}
         self._on_removed = on_removed
 
@@ -92,12 +97,14 @@ class Index:
     ) -> tuple[list[ChunkInfo], list[ChunkKey]]:
         """The chunks to be stored so that ``token_ids``, exact rows that begin a sequence, are
         known, parents first, and those that they replace. They count as stored in ``tier`` from now
-        on."""
+        on. Of a model with states, the last chunk is stored with those after its last row; if it
+        was stored without, it is both new and replaced."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         order = sortable(token_ids)
+        states = KnownStates(frozenset([len(token_ids)])) if self._resumes else None
         for place in self.naming.places(
-            root, token_ids, exact_rows=len(token_ids), repair="", boundaries=boundaries
+            root, token_ids, exact_rows=len(token_ids), boundaries=boundaries, states=states
         ):
             parent, ids, part = place.parent, place.token_ids, place.part
             wanted = order[part.start * TOKEN_BYTES : part.end * TOKEN_BYTES]
@@ -105,13 +112,22 @@ class Index:
             if sibling and place.is_held_by(self._catalogue.info(sibling[0]), sibling[1]):
                 place.key = sibling[0]
                 continue
-            info = self.naming.describe(place)
+            info = replace(self.naming.describe(place), has_state=bool(place.state))
             place.key = info.key
-            if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
-                self.remove([shorter])
-                replaced.append(shorter)
+            useless = self._replaced_by(info)
+            self.remove(useless)
+            replaced += useless
             new.append(info)
         # Together: no two of them have the same parent, so none was looked for among them.
         self._catalogue.add(*(info for info in new if info.key not in self._catalogue))
         self._tiers |= dict.fromkeys((info.key for info in new), tier)
         return new, replaced
+
+    def _replaced_by(self, info: ChunkInfo) -> list[ChunkKey]:
+        """The chunks that a new one makes useless: a shorter one, or itself without states."""
+        shorter = self._catalogue.leaf_extended_by(info.parent, info.token_ids)
+        keys = [shorter] if shorter is not None else []
+        if self._resumes:
+            keys = [key for key in (*keys, info.key) if key in self._catalogue]
+            keys = [key for key in keys if not self._catalogue.info(key).has_state]
+        return keys

@@ -39,9 +39,9 @@ def put_off(scheduler: Scheduler, seed: int, salt: str | None = None) -> Any:
     """A request that has ended and was put off."""
     while True:
         request = scheduler.begin(f"request {seed}", text(seed), salt)
-        before = len(scheduler.connector._later)
+        before = len(scheduler.connector._keeping.later)
         scheduler.end(request)
-        if len(scheduler.connector._later) > before:
+        if len(scheduler.connector._keeping.later) > before:
             return request
         seed += 100_000
 
@@ -136,7 +136,7 @@ def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> N
     crowd(scheduler)
     put_off(scheduler, 70_000)
     scheduler.connector.reset_cache()
-    assert not len(scheduler.connector._later)
+    assert not len(scheduler.connector._keeping.later)
     scheduler.connector.shutdown()
 
 
@@ -303,3 +303,46 @@ def test_what_was_forgotten_while_it_ran_is_not_kept(windowed: Scheduler) -> Non
     windowed.end(request)
     assert not windowed.step().keeps
     windowed.connector.shutdown()
+
+
+# Models with states.
+
+
+@pytest.fixture
+def stateful(connector: Any) -> Scheduler:
+    return Scheduler(connector, has_states=True, chunk_size=64)
+
+
+def states_at(*rows: int) -> tuple[int, ...]:
+    """Pages with states that end at these rows, and none between."""
+    table = [0] * (max(rows) // PAGE)
+    for row in rows:
+        table[row // PAGE - 1] = 2000 + row
+    return tuple(table)
+
+
+def test_rows_are_kept_with_the_states_after_them(stateful: Scheduler) -> None:
+    ids = text(1, 200)
+    request = stateful.begin("a", ids)
+    pages = list(range(1, 14))
+    (keep,) = stateful.step(112, new={"a": ((pages[:7], [*states_at(112)]), 0)}).keeps
+    assert keep.has_states and keep.tables == (tuple(pages[:7]), states_at(112))
+    assert [(info.base_position, info.end) for info in keep.infos] == [(0, 64), (64, 112)]
+    more = pages[7:12], [*states_at(192)][7:]
+    (keep,) = stateful.step(80, running={"a": (more, 112)}).keeps
+    assert keep.infos[-1].end == 192 and keep.infos[0].base_position == 112
+    assert not stateful.step(8, running={"a": ((pages[12:], [3000]), 192)}).keeps
+    stateful.end(request)
+    assert not stateful.step().keeps  # no page ends there
+    matched = stateful.connector.get_num_new_matched_tokens
+    assert matched(stateful.begin("b", ids[:190]), 0) == (None, False)  # its chunks are fetched
+    (load,) = stateful.step().fetches
+    assert load.end == 112 and load.infos[-1].has_state
+
+
+def test_states_are_not_kept_of_what_is_forgotten(stateful: Scheduler) -> None:
+    ids = text(1, 200)
+    stateful.begin("a", ids, "mine")
+    stateful.begin("command", [1], "mine", forget="everything")
+    assert not stateful.step(112, new={"a": ((list(range(7)), [*states_at(112)]), 0)}).keeps
+    stateful.connector.shutdown()

@@ -39,9 +39,11 @@ Start = Callable[..., Planner]
 def start() -> Iterator[Start]:
     started: list[Planner] = []
 
-    def start(hello: Hello = WEIGHTS, page: int = PAGE, **extra: Any) -> Planner:
+    def start(
+        hello: Hello = WEIGHTS, page: int = PAGE, resumes: bool = False, **extra: Any
+    ) -> Planner:
         options = {"chunk_size": CHUNK, "reuse_moved": "always", **extra}
-        planner = Planner(Options.parse(options), page)
+        planner = Planner(Options.parse(options), page, resumes=resumes)
         planner.open([hello])
         started.append(planner)
         return planner
@@ -577,3 +579,52 @@ def test_a_load_that_failed_has_loaded_nothing(start: Start) -> None:
     failed = load.failed()
     assert (failed.first, failed.end, failed.num_moved, failed.infos) == (0, 0, 0, [])
     assert failed.exact_rows == 0
+
+
+# Models with states.
+
+STATEFUL = Hello("weights", "a model", row_bytes=8, state_bytes=8 * 100)
+
+
+def test_a_prompt_goes_on_from_the_last_states_that_it_shares(start: Start) -> None:
+    planner, ids = start(resumes=True), text(1, 320)
+    first = keep(planner, ids[:192])
+    assert [info.has_state for info in first] == [False] * 5 + [True]
+    again = keep(planner, ids[:288])  # the next step of the same request
+    assert [info.base_position for info in again] == [192, 224, 256] and again[-1].has_state
+    for length, end in ((320, 288), (280, 192), (180, None)):
+        load = plan(planner, ids[:length])
+        assert (None if load is None else load.end) == end
+    assert plan(planner, ids, local=288) is None  # vLLM has as much
+    assert planner.num_stored(ids, "") == 288
+
+
+def test_chunks_up_to_the_last_states_stay_as_they_are(start: Start) -> None:
+    planner, ids = start(resumes=True, chunk_size=128), text(1, 640)
+    assert [info.num_tokens for info in keep(planner, ids[:160])] == [128, 32]
+    assert [info.num_tokens for info in keep(planner, ids[:576])] == [128, 128, 128, 32]
+    assert not keep(planner, ids[:576]) and not keep(planner, ids[:160])
+    other = join(ids[:288], text(2, 200))
+    assert [info.base_position for info in keep(planner, other[:448])] == [288, 416]
+
+
+def test_states_within_a_page_are_passed_over(start: Start, tmp_path: Path) -> None:
+    """Another process may have had smaller pages."""
+    ids = text(1, 400)
+    small = start(resumes=True, page=16)
+    kept = [*keep(small, ids[:192]), *keep(small, ids[:272])]
+    planner = start(resumes=True)
+    for info in kept:
+        planner._index.add(info, "disk")  # type: ignore[union-attr]
+    load = plan(planner, ids)
+    assert load is not None and load.end == 192
+
+
+def test_chunks_and_states_are_pages_apart(start: Start) -> None:
+    def spacing(page: int, hello: Hello = STATEFUL, **extra: Any) -> tuple[int, int]:
+        planner = start(hello, page, resumes=True, **extra)
+        return planner.chunk_size, planner.state_every
+
+    assert spacing(16, chunk_size=64) == (64, 112)  # as large as 100 rows
+    assert spacing(48, chunk_size=100) == (96, 144)
+    assert spacing(544, chunk_size=512) == (544, 544)

@@ -12,11 +12,13 @@ import torch
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.mixed import states_of, with_states
 from kvboost.cache.quantize import PLAIN, Quantizer, plain
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Keep, Load
+from kvboost.integrations.vllm.states import StatePages
 from kvboost.model import triton
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
@@ -144,25 +146,6 @@ def test_chunks_whose_earlier_rows_are_lost_are_not_kept(connector: Any) -> None
     assert not kept and refused == [info.key for info in infos]
 
 
-def test_rows_outside_of_a_window_are_not_written(connector: Any) -> None:
-    worker, _ = make_worker(connector, kernels=False)
-    pages, tables = two_groups(worker), ((5, 1, 3), (0, 4, 2))
-    nothing = pages.caches[1][0].clone()
-    infos = infos_of(0, 24)
-    rows = torch.randn(2, LAYERS, KV_HEADS, 24, DIM)
-    chunks = [
-        KVChunk(one, plain(rows[:, :, :, one.base_position : one.end].contiguous()))
-        for one in infos
-    ]
-    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
-    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=tables)
-    worker._place(load, chunks, [torch.tensor(table) for table in tables])
-    found = rows_of(pages, tables, 24)
-    assert torch.equal(found[:, 0], rows[:, 0])
-    assert torch.equal(found[:, 1, :, PAGE:], rows[:, 1, :, PAGE:])
-    assert torch.equal(pages.caches[1][0], nothing)
-
-
 def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
     worker, _ = make_worker(connector, kernels=False)
     two_groups(worker)
@@ -192,3 +175,100 @@ def worker_report(worker: Any) -> Any:
     """The report so far; the tiers are not asked."""
     report, worker._report = worker._report, type(worker._report)()
     return report
+
+
+# Layers with states.
+
+
+def with_states_beside(worker: Any) -> list[torch.Tensor]:
+    """The second group has states, ``[pages, 3]`` in each of two layers."""
+    pages = worker._pages
+    caches = dict(zip(("layers.0", "layers.1"), pages.caches, strict=True))
+    worker._pages = Pages(caches, pages.layers, [[0, 1], []])
+    worker._packer = Quantizer(16, None)
+    worker._ranks = SimpleNamespace(least=lambda number: number)
+    layers = [torch.randn(BLOCKS, 3) for _ in range(2)]
+    worker._states = StatePages([(1, [one]) for one in layers])
+    return layers
+
+
+def stateful(seed: int, length: int) -> tuple[ChunkInfo, ...]:
+    """Chunks of which the last is stored with states."""
+    *others, last = infos_of(seed, length)
+    return *others, replace(last, has_state=True)
+
+
+def test_states_are_kept_as_the_step_leaves_them(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    layers = with_states_beside(worker)
+    done: list[tuple[str, Any]] = []
+    worker._data.put = lambda chunks: done.append(("put", chunks))
+    worker._data.drop = lambda keys: done.append(("drop", keys))
+    infos, tables = stateful(0, 24), ((5, 1, 3), (0, 0, 2))
+    expected = rows_of_both(worker._pages, tables[0], 24)
+    worker.step(connector.Step(keeps=[Keep(infos, tables)], dropped=[infos[-1].key]))
+    states = torch.stack([one[2] for one in layers])
+    for one in (*worker._pages.caches, *layers):
+        one.zero_()  # the next step
+    worker._thread.shutdown()
+    (_, dropped), (_, chunks) = done  # in this order: it is the same chunk, without states
+    assert dropped == [infos[-1].key] and [one.key for one in chunks] == [i.key for i in infos]
+    for chunk in chunks:
+        found = chunk.data.tensors[PLAIN]
+        assert torch.equal(found, expected[:, :, :, chunk.info.base_position : chunk.info.end])
+        assert chunk.nbytes == chunk.data.nbytes
+    assert not states_of(chunks[0].data)
+    (found,) = states_of(chunks[-1].data)
+    assert torch.equal(found, states)
+
+
+def rows_of_both(pages: Any, table: tuple[int, ...], rows: int) -> torch.Tensor:
+    found: torch.Tensor = pages.read_all(pages.slots(table, torch.arange(rows)))
+    return found
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    layers = with_states_beside(worker)
+    infos, rows, states = (
+        stateful(0, 24),
+        torch.ones(2, LAYERS, KV_HEADS, 12, DIM),
+        torch.ones(2, 3),
+    )
+    chunks = [KVChunk(one, plain(rows)) for one in infos]
+    if is_whole:
+        chunks[-1] = KVChunk(infos[-1], with_states(plain(rows), [states]))
+    dropped: list[ChunkKey] = []
+    worker._data.at_hand = lambda planned: chunks
+    worker._data.drop = dropped.extend
+    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=((5, 1, 3), (0, 0, 2)))
+    before = [one.clone() for one in layers]
+    worker.step(connector.Step(fetches=[load]))
+    if not is_whole:  # another process has stored the last chunk without states
+        worker._thread.shutdown()
+        assert dropped == [infos[-1].key] and worker._report.gone == {infos[-1].key}
+        assert worker._report.failed == {"a"}
+        return
+    assert worker.step(connector.Step(loads=[load])) == {"a"}
+    assert (rows_of_both(worker._pages, (5, 1, 3), 24) == 1).all()
+    for one, then in zip(layers, before, strict=True):
+        then[2] = 1
+        assert torch.equal(one, then)
+    worker._thread.shutdown()
+
+
+def test_states_on_the_way_are_let_go(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    with_states_beside(worker)
+    infos = [replace(one, has_state=True) for one in infos_of(0, 24)]
+    data = with_states(plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM)), [torch.ones(2, 3)])
+    worker._data.at_hand = lambda planned: None
+    worker._data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
+    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    while "a" not in worker._held:
+        worker.step(connector.Step(fetches=[Load("a", as_token_ids(range(30)), 0, 24, hits)]))
+    first, last = worker._held["a"]
+    assert not states_of(first.data) and len(states_of(last.data)) == 1
+    worker._thread.shutdown()

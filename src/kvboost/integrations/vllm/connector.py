@@ -11,7 +11,6 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,7 @@ from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
 from kvboost.integrations.vllm.commands import Commands
 from kvboost.integrations.vllm.groups import Groups
-from kvboost.integrations.vllm.later import Ended, Later
-from kvboost.integrations.vllm.leaving import Leaving
+from kvboost.integrations.vllm.keeping import IDLE_ROWS, LATER_ROWS, Keeping
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.metrics import Metrics, Stats
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
@@ -52,9 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-LATER_ROWS, IDLE_ROWS = 4096, 32_768
-"""Rows of requests that were put off and are kept together: beside others, and alone."""
 
 HELD_ROWS = 65_536
 """With so many rows in chunks that are held for requests without pages, others wait: all that wait
@@ -78,11 +73,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             declined = why_nothing(vllm_config, self._options, kv_cache_config)
             self._worker = Worker(vllm_config, self._options, declined, self._groups)
             return
-        self._page = vllm_config.cache_config.block_size
+        self._page = self._groups.page or vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
         self._is_heard = events is not None and events.enable_kv_cache_events
         announced = Announcements(self._page) if self._is_heard else None
-        self._planner = Planner(self._options, self._page, announced)
+        resumes = bool(self._groups.with_states)
+        self._planner = Planner(self._options, self._page, announced, resumes=resumes)
         self._branches = Branches()
         self._tally = Tally()
         self._commands = Commands(self._planner, self._tally)
@@ -91,23 +87,23 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._held_rows = 0
         """Of loads whose chunks the workers hold, or are about to, without pages for them."""
         self._step = Step()
-        self._ended: list[Ended] = []
-        """Requests whose answers are on their way, and of which rows are to be kept."""
         # What is on disk or remote also serves others, and routers are told what is kept.
         engine = self._options.engine
         is_shared = self._is_heard or engine.disk_cache_dir or engine.remote_cache_url
-        # Rows that leave a window cannot be put off.
-        is_on = self._groups.is_one and not is_shared
-        self._later = Later(self._page, self._tally.put_off, is_on=is_on)
-        window = self._groups.window
-        self._leaving = None if window is None else Leaving(window, self._page)
+        self._keeping = Keeping(
+            self._planner,
+            self._served,
+            self._groups,
+            self._page,
+            self._tally,
+            puts_off=not is_shared,
+        )
 
     # The scheduler's side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
-        if not gpu_block_pool.enable_caching:  # pages without names could not be found later
-            self._later = Later(self._page, self._tally.put_off, is_on=False)
+        self._keeping.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -118,6 +114,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if len(hellos) != len(greetings) or self._pool is None:
             return
         self._planner.open(hellos)
+        if self._groups.with_states:
+            logger.info(
+                "KVBoost keeps states at ends of pages (%d tokens), about every %d tokens and at "
+                "the ends of prompts, with chunks of up to %d tokens",
+                self._page,
+                self._planner.state_every,
+                self._planner.chunk_size,
+            )
         self._commands.open(len(hellos))
 
     def on_new_request(self, request: Request) -> None:
@@ -127,7 +131,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         asked = served.asked
         if asked.command is not None:
             self._begin(request.request_id, asked.command, served.salt)
-        if asked.mode != "repaired" or self._pool is None or not self._serves(request):
+        if asked.mode != "repaired" or self._pool is None or not self._serves(served):
             return
         pool = self._pool
         self._branches.rejoin(
@@ -145,7 +149,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if self._commands.waits(request_id):
             return None, False  # vLLM asks again
         served = self._of(request)
-        if request.num_preemptions or served.load is not None or not self._serves(request):
+        if request.num_preemptions or served.load is not None or not self._serves(served):
             return 0, False
         if request.skip_reading_prefix_cache:  # it wants the log probabilities of its prompt
             return 0, False
@@ -154,7 +158,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             # None of its pages is there any more, or it was planned before: plan anew.
             self._branches.leave(request_id, request.block_hashes)
             branch = None
-        self._finish_ended()
+        self._keeping.finish_ended()
         if served.fetched is not None and served.fetched.first != num_computed_tokens:
             self._let_go(served)  # vLLM has more of it or less than when it was planned
         if served.fetched is None:
@@ -217,22 +221,24 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             served.load, served.is_loading = replace(load, tables=tables), True
             self._hold(served, None)
             self._tally.start(request.request_id)
-            self._later.on_load()
+            self._keeping.later.on_load()
             self._step.loads.append(served.load)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        self._finish_ended()
-        if self._leaving is not None:
-            self._keep_leaving(self._leaving, scheduler_output)
+        keeping = self._keeping
+        keeping.finish_ended()
+        keeping.follow(scheduler_output)
         is_busy = scheduler_output.total_num_scheduled_tokens > 0
         if not is_busy:
-            self._keep_later(IDLE_ROWS)
+            keeping.keep_later(IDLE_ROWS)
         step, self._step = self._step, Step()
+        step.keeps, dropped = keeping.take()
+        step.dropped += dropped
         step.orders, step.is_busy = self._commands.take_orders(), is_busy
         if is_busy:
             # With the next step: vLLM already names pages that this step is about to compute.
-            self._keep_later(LATER_ROWS)
+            keeping.keep_later(LATER_ROWS)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -269,7 +275,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM frees the pages now. The next step is the first that can write to them, and it
         begins with the copy."""
         served = self._of(request)
-        self._finish(request, served, block_ids)
+        self._finish(served, block_ids)
         del self._served[request.request_id]
         said: dict[str, Any] = {}
         if served.load is not None and not served.is_loading:
@@ -279,120 +285,20 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             said["error"] = served.error
         return False, {"kvboost": said} if said else None
 
-    def _finish(self, request: Request, served: Served, block_ids: tuple[list[int], ...]) -> None:
-        request_id, load = request.request_id, served.load
+    def _finish(self, served: Served, block_ids: tuple[list[int], ...]) -> None:
+        request_id = served.request.request_id
         branch = self._branches.of(request_id)
         self._branches.forget(request_id)
         self._let_go(served)
-        if self._leaving is not None:
-            self._keep_rows(self._leaving, served, has_ended=True)
-            self._leaving.end(request_id)
+        self._keeping.end(served, block_ids, branch)
         if served.is_loading:
             self._tally.cancel(request_id)
             self._step.cancelled.append(request_id)
-            return
-        if self._leaving is not None or not self._is_kept(served):
-            return
-        if any(0 in table for table in block_ids):  # the null page: vLLM has freed some rows
-            return
-        num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
-        num_rows = min(num_rows, len(block_ids[0]) * self._page)
-        exact_rows, exact_pages = num_rows, num_rows // self._page
-        if branch is not None:  # hashes of approximate pages are ours
-            exact_rows = branch.first * self._page
-            if load is not None and load.first <= exact_rows:
-                exact_rows = max(exact_rows, load.exact_rows)
-            exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
-        ids, asked, salt = served.token_ids, served.asked, served.salt
-        tables = tuple(map(tuple, block_ids))
-        ended = Ended(request, ids, asked, salt, tables, exact_rows, exact_pages)
-        adapted = request.lora_request is not None  # whose name alone names vLLM's pages
-        if adapted or not self._later.puts_off(ended, len(self._served)):
-            self._ended.append(ended)
-
-    def _is_kept(self, served: Served) -> bool:
-        """Whether rows of a request are to be kept."""
-        return served.is_kept and served.asked.mode != "off" and self._serves(served.request)
-
-    def _keep_leaving(self, leaving: Leaving, output: SchedulerOutput) -> None:
-        """Enters rows that leave a window. A step that is planned may give their pages away, and
-        begins with the copy."""
-        for new in output.scheduled_new_reqs:
-            self._follow(leaving, new.req_id, new.block_ids, new.num_computed_tokens)
-        others = output.scheduled_cached_reqs
-        for request_id, tables, rows in zip(
-            others.req_ids, others.new_block_ids, others.num_computed_tokens, strict=True
-        ):
-            if request_id in others.resumed_req_ids:
-                self._follow(leaving, request_id, tables, rows)
-            else:
-                leaving.grow(request_id, tables, rows)
-        for request_id in leaving.due():
-            self._keep_rows(leaving, self._served[request_id])
-
-    def _follow(
-        self, leaving: Leaving, request_id: str, tables: Sequence[Sequence[int]], rows: int
-    ) -> None:
-        served = self._served[request_id]
-        if self._is_kept(served):
-            if served.token_ids is None:
-                served.token_ids = prompt_ids(served.request.prompt_token_ids)
-            stored = self._planner.num_stored(served.token_ids, served.salt)
-            leaving.begin(served.request, tables, rows, stored)
-
-    def _keep_rows(self, leaving: Leaving, served: Served, *, has_ended: bool = False) -> None:
-        """Enters the rows that a request has computed since the last time."""
-        request = served.request
-        if (one := leaving.of(request)) is None:
-            return
-        rows = min(one.rows, request.num_tokens)
-        if has_ended:
-            rows = min(request.num_computed_tokens, request.num_tokens - 1)
-        rows = min(rows, len(one.tables[0]) * self._page)
-        if not self._is_kept(served) or rows <= one.first:
-            return
-        tables, pages = tuple(map(tuple, one.tables)), rows // self._page
-        asked, salt = served.asked, served.salt
-        some = Ended(request, served.token_ids, asked, salt, tables, rows, pages, one.first)
-        one.first = rows
-        if has_ended:
-            self._ended.append(some)
-        else:
-            self._keep(some)
-
-    def _finish_ended(self) -> None:
-        """Enters what ended requests leave. Their answers need not wait for that, so it is done
-        when the next step is planned."""
-        ended, self._ended = self._ended, []
-        for one in ended:
-            self._keep(one)
-
-    def _keep_later(self, most_rows: int) -> None:
-        """Enters some requests that were put off, if it is time."""
-        if self._later.is_time(len(self._served)):
-            for one in self._later.take(most_rows, self._page_of):
-                self._keep(one)
-
-    def _page_of(self, page_hash: Any) -> int | None:
-        """The page that vLLM's prefix cache has under a hash."""
-        found = None if self._pool is None else self._pool.get_cached_block(page_hash, [0])
-        return found[0].block_id if found else None
-
-    def _keep(self, ended: Ended) -> None:
-        request, asked, salt = ended.request, ended.asked, ended.salt
-        token_ids = ended.exact_ids()
-        keep, replaced = self._planner.keep(token_ids, ended.tables, salt, asked, ended.first)
-        self._step.dropped += replaced
-        if keep is not None:
-            self._step.keeps.append(keep)
-        if request.cache_salt is None and request.lora_request is None:
-            # Salts and adapters would have to be published with the blocks.
-            self._planner.announce(ended.hashes, token_ids, salt)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
         if self._is_heard:
-            self._finish_ended()
+            self._keeping.finish_ended()
         announced = self._planner.take_announcements()
         if not announced:
             return []
@@ -428,8 +334,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Forgets everything, also what waits for pages: the weights may be others now."""
-        self._finish_ended()
-        self._later.forget()
+        self._keeping.finish_ended()
+        self._keeping.later.forget()
         for served in self._served.values():
             self._let_go(served)
         self._step.dropped += self._planner.forget()
@@ -460,16 +366,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:
         if command.name == "forget":
-            self._later.forget(salt)
+            self._keeping.later.forget(salt)
             for one in self._served.values():
                 # Its tokens may be in the rows that requests compute now.
                 one.is_kept &= one.salt != salt
         self._commands.begin(request_id, command, salt)
 
-    def _serves(self, request: Request) -> bool:
-        """Whether the KV of a request depends on its tokens alone."""
-        embeds = request.prompt_embeds is not None or request.prompt_token_ids is None
-        return self._planner.is_open and not (embeds or request.mm_features)
+    def _serves(self, served: Served) -> bool:
+        return self._planner.is_open and served.has_only_tokens
 
     # The workers' side.
 
@@ -485,7 +389,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
         if connector_metadata.keeps:
-            self._worker.keep(connector_metadata.keeps)
+            self._worker.keep([one for one in connector_metadata.keeps if not one.has_states])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 

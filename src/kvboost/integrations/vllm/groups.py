@@ -3,6 +3,9 @@
 With its hybrid KV cache manager, vLLM keeps all rows of full-attention layers and frees those of
 windowed layers as soon as they leave the window. Each group has a table of its own; a page that was
 freed is 0 in it.
+
+A layer with states has no rows. vLLM keeps its states at the ends of some pages, and a page of its
+group is the memory of the states at that page's end.
 """
 
 from __future__ import annotations
@@ -20,33 +23,45 @@ Tables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """``windows`` has the rows that each group keeps, None for all; ``names`` its layers."""
+    """``windows`` has the rows that each group keeps, None for all; ``names`` its layers. The
+    groups whose numbers are ``with_states`` have states and no rows; then ``page`` is the number of
+    rows in a page, for which vLLM may have chosen another than was asked for."""
 
     windows: tuple[int | None, ...]
     names: tuple[tuple[str, ...], ...]
+    with_states: tuple[int, ...] = ()
+    page: int | None = None
 
     @classmethod
     def of(cls, caches: KVCacheConfig) -> Groups:
-        from vllm.v1.kv_cache_interface import SlidingWindowSpec
+        from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
         groups = caches.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
+        with_states = tuple(n for n, one in enumerate(specs) if isinstance(one, MambaSpec))
         return cls(
             tuple(
                 one.sliding_window if isinstance(one, SlidingWindowSpec) else None for one in specs
             ),
             tuple(tuple(group.layer_names) for group in groups),
+            with_states,
+            specs[with_states[0]].block_size if with_states else None,
         )
 
     @property
     def is_one(self) -> bool:
         """Whether vLLM keeps all rows of all layers, in the same pages."""
-        return len(self.windows) == 1 and self.window is None
+        return len(self.windows) == 1 and self.window is None and not self.with_states
 
     @property
     def window(self) -> int | None:
         """The rows of the smallest window; None if vLLM keeps all rows of all layers."""
         return min((one for one in self.windows if one is not None), default=None)
+
+    @property
+    def stateful_names(self) -> set[str]:
+        """The layers with states."""
+        return {name for number in self.with_states for name in self.names[number]}
 
     def layers(self, targets: Mapping[str, str | None]) -> list[list[int]]:
         """The numbers of each group's layers. ``targets`` are all layers in order, each with the

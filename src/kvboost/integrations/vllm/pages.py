@@ -102,7 +102,8 @@ class Pages:
         """The pages of each group's table, which are of one length, as they are in memory:
         ``[layers, pages, ...]``."""
         first = self.caches[0]
-        copied = first.new_empty(len(self.caches), len(tables[0]), *first.shape[1:])
+        length = max(map(len, tables))
+        copied = first.new_empty(len(self.caches), length, *first.shape[1:])
         for group, table in zip(self.groups, tables, strict=True):
             for layer in group:
                 torch.index_select(self.caches[layer], 0, table, out=copied[layer])

@@ -51,6 +51,8 @@ class Hello:
     """Of the weights that it holds."""
     name: str
     row_bytes: int
+    state_bytes: int = 0
+    """The size of the states at one row, of a model that has some."""
     moved_problem: str | None = None
     """Why moved text is not reused here; None if it is."""
     measured: tuple[tuple[int, int, float], ...] = ()
@@ -124,6 +126,11 @@ class Keep:
     first: int = 0
     earlier: tuple[Hit, ...] = ()
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the states after the last of these rows are kept too, which the step computes."""
+        return self.infos[-1].has_state
+
 
 @dataclass(frozen=True)
 class Found:
@@ -136,11 +143,25 @@ class Found:
 
 class Planner:
     """``page`` is the number of rows in one of vLLM's pages. ``announced`` is told which blocks are
-    stored, if somebody listens."""
+    stored, if somebody listens. With ``resumes``, a model has states: a prompt goes on only where
+    some are stored, and where a page ends."""
 
-    def __init__(self, options: Options, page: int, announced: Announcements | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        page: int,
+        announced: Announcements | None = None,
+        *,
+        resumes: bool = False,
+    ) -> None:
         self._options = options
         self._page = page
+        self._resumes = resumes
+        self.chunk_size = size = options.engine.chunk_size
+        if resumes:
+            self.chunk_size = max(page, size - size % page)
+        self.state_every = self.chunk_size
+        """So many rows apart states are kept, at least."""
         self._index: Index | None = None
         self._cost = CostModel(attention_share=1e-4)
         self._moves = False
@@ -161,7 +182,10 @@ class Planner:
         self._moves = all(worker.moved_problem is None for worker in workers)
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
-        chunk_size = config.chunk_size
+        chunk_size, first = self.chunk_size, workers[0]
+        # So that they take no more memory than rows do.
+        as_rows = -(-first.state_bytes // (first.row_bytes * self._page)) * self._page
+        self.state_every = max(chunk_size, as_rows)
         index = self._index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),
@@ -169,6 +193,7 @@ class Planner:
             naming=self._naming,
             window=anchor_window(chunk_size),
             on_removed=self._announced.gone if self._announced is not None else lambda keys: None,
+            resumes=self._resumes,
         )
         if config.disk_cache_dir is not None:
             self._disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, secret=secret)
@@ -221,7 +246,7 @@ class Planner:
         moved_before = self._moved_before(local, total, asked)
 
         def lookup() -> KnownRows:
-            return index.lookup(root, ids, moved_before=moved_before)
+            return self._lookup(index, root, ids, moved_before)
 
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
@@ -238,6 +263,18 @@ class Planner:
         used = {info.key for info in load.infos} if load is not None else set()
         index.remove([key for key in in_remote if key not in used])
         return load
+
+    def _lookup(
+        self, index: Index, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0
+    ) -> KnownRows:
+        """What is stored of ``token_ids``. Of a model with states, as far as a prompt goes on from
+        the end of a page: another process may have had smaller ones."""
+        known = index.lookup(root, token_ids, moved_before=moved_before)
+        if not self._resumes:
+            return known
+        ends = [hit.end for hit in known.exact if hit.chunk.has_state]
+        end = max((one for one in ends if one % self._page == 0), default=0)
+        return KnownRows(tuple(hit for hit in known.exact if hit.end <= end))
 
     def _moved_before(self, local: int, total: int, asked: RequestOptions) -> int:
         """Before which row moved text is looked for; 0 if it is not."""
@@ -267,13 +304,17 @@ class Planner:
     ) -> tuple[Keep | None, list[ChunkKey]]:
         """The rows to keep of a request, and the chunks that this replaces. ``token_ids`` are those
         of its exact rows; only those from ``first`` on are in its pages. Approximate rows stay in
-        vLLM's pages alone: stored, they would push out the text that they were made from."""
+        vLLM's pages alone: stored, they would push out the text that they were made from. Of a
+        model with states, those after the last of ``token_ids`` are kept too."""
         index = self._index
         if index is None or asked.mode == "off":
             return None, []
         root = self.root(salt)
         stored = index.lookup(root, token_ids[:first]).exact if first else ()
-        new, replaced = index.store(root, token_ids, boundaries=asked.boundaries)
+        boundaries: Sequence[int] = asked.boundaries
+        if self._resumes:  # the chunks up to the last states stay as they are
+            boundaries = [hit.end for hit in index.lookup(root, token_ids).exact]
+        new, replaced = index.store(root, token_ids, boundaries=boundaries)
         self.num_changes += bool(new or replaced)
         if not new:
             return None, replaced
@@ -289,7 +330,7 @@ class Planner:
         """How many of the first rows are stored."""
         if self._index is None:
             return 0
-        exact = self._index.lookup(self.root(salt), token_ids).exact
+        exact = self._lookup(self._index, self.root(salt), token_ids).exact
         return exact[-1].end if exact else 0
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:

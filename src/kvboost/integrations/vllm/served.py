@@ -38,6 +38,13 @@ class Served:
     has_failed: bool = False
     recomputed: int = 0
 
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether its KV depends on its tokens alone."""
+        request = self.request
+        embeds = request.prompt_embeds is not None or request.prompt_token_ids is None
+        return not (embeds or request.mm_features)
+
     def on_fetched(self, fetched: Collection[tuple[str, int]]) -> None:
         """The workers hold the chunks of these loads, each a request and its first row."""
         if self.fetched is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -36,10 +37,7 @@ def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> 
         )
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
     if any(isinstance(spec, MambaSpec) for spec in specs):
-        return (
-            "its Mamba layers have states, which are not kept inside vLLM yet; `kvboost serve` "
-            "keeps them"
-        )
+        return _why_no_states(config, options, specs)
     if len(specs) > 1 and any(type(spec) not in REUSED for spec in specs):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
         return (
@@ -48,7 +46,7 @@ def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> 
         )
     page_sizes = {config.cache_config.block_size, *(spec.block_size for spec in specs)}
     if len(specs) > 1 and len(page_sizes) > 1:
-        sizes = ", ".join(map(str, sorted(page_sizes)))
+        sizes = _listed(page_sizes)
         return (
             f"its groups of KV have pages of different sizes ({sizes} tokens); start vLLM with "
             "--disable-hybrid-kv-cache-manager to make one group of them"
@@ -59,6 +57,52 @@ def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> 
             "start it with --disable-hybrid-kv-cache-manager"
         )
     return None
+
+
+def _why_no_states(
+    config: VllmConfig, options: Options, specs: Sequence[KVCacheSpec]
+) -> str | None:
+    """The same for a model with states."""
+    cache, mode = config.cache_config, getattr(config.cache_config, "mamba_cache_mode", "none")
+    if mode == "none":
+        return (
+            "it has layers with states, and vLLM keeps them only while its own prefix cache is on; "
+            "start it with --enable-prefix-caching"
+        )
+    if mode != "align":
+        return (
+            f"its states are not reused with --mamba-cache-mode {mode} yet; leave that option out, "
+            "and vLLM chooses `align`"
+        )
+    if getattr(cache, "use_replayssm", False):
+        return "its states are not reused with --use-replayssm yet; leave that option out"
+    if config.speculative_config is not None:
+        return "speculative decoding is not supported for models with states yet"
+    if options.engine.remote_cache_url:
+        return (
+            "a remote store is not supported for models with states yet; leave out "
+            "remote_cache_url. A folder (disk_cache_dir) is"
+        )
+    if kinds := {type(spec).__name__ for spec in specs} - {"FullAttentionSpec", "MambaSpec"}:
+        return f"states beside {', '.join(sorted(kinds))} are not supported yet"
+    if not any(isinstance(spec, FullAttentionSpec) for spec in specs):
+        return "models that keep states only are not supported yet"
+    sizes = {spec.block_size for spec in specs}
+    unit = getattr(cache, "prefix_match_unit", None)
+    if len(sizes) > 1:
+        return (
+            f"its states and its rows have pages of different sizes ({_listed(sizes)} tokens); "
+            "leave out --mamba-block-size"
+        )
+    if unit not in (None, *sizes):
+        return (
+            f"parts of pages (--prefix-match-unit {unit}) are not supported for models with states"
+        )
+    return None
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def why_not_moved(config: VllmConfig, layers: Sequence[Layer], groups: Groups) -> str | None:
@@ -76,6 +120,8 @@ def why_not_moved(config: VllmConfig, layers: Sequence[Layer], groups: Groups) -
             return "ALiBi has no positions that could be moved"
         if getattr(layer.impl, "logits_soft_cap", None):
             return "soft caps of attention are not supported with it yet"
+    if groups.with_states:
+        return "a state is that of all text before it, which no moved text has"
     if not groups.is_one:
         return "several groups of KV are not supported with it yet"
     return None

@@ -11,6 +11,7 @@ import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.mixed import with_states
 from kvboost.cache.quantize import plain
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Keep
@@ -23,14 +24,22 @@ COPIED_ROWS = 4096
 """Rows that go into pages or out of them together, where a copy of them is made on the device."""
 
 Some = TypeVar("Some", Hit, ChunkInfo)
-Taken = tuple[Sequence[ChunkInfo], "Callable[[], list[torch.Tensor]]"]
-"""Chunks that follow each other, and what gives their rows, in the worker's thread."""
+Taken = tuple[Sequence[ChunkInfo], "Callable[[], list[torch.Tensor]]", "list[torch.Tensor]"]
+"""Chunks that follow each other, what gives their rows, in the worker's thread, and the states
+after the last of them if they are to be stored."""
 
 
-def chunk_of(info: ChunkInfo, rows: torch.Tensor) -> KVChunk:
-    """The same ``info`` if it says the right size: plans that name it need not be compared."""
-    same = info.nbytes == rows.nbytes
-    return KVChunk(info if same else replace(info, nbytes=rows.nbytes), plain(rows))
+def chunks_of(
+    infos: Sequence[ChunkInfo], rows: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
+) -> list[KVChunk]:
+    """The same ``infos`` where they say the right sizes: plans that name them need not be
+    compared."""
+    data = list(map(plain, rows))
+    data[-1] = with_states(data[-1], states)
+    return [
+        KVChunk(info if info.nbytes == one.nbytes else replace(info, nbytes=one.nbytes), one)
+        for info, one in zip(infos, data, strict=True)
+    ]
 
 
 def take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
@@ -44,7 +53,7 @@ def take_together(kernels: GpuKernels, keeps: Sequence[Keep]) -> list[Taken]:
         table += keep.tables[0][pages]
     rows = iter(kernels.take_rows(spans, table))
     return [
-        (infos, partial(list, [next(rows) for _ in infos]))
+        (infos, partial(list, [next(rows) for _ in infos]), [])
         for keep in keeps
         for infos in batches(keep.infos, COPIED_ROWS)
     ]

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
@@ -27,25 +26,29 @@ from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
+from kvboost.cache.mixed import AnyFormat, MixedFormat, states_of
 from kvboost.cache.quantize import KVFormat, Quantizer
+from kvboost.cache.states import rows_only
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, rope
-from kvboost.integrations.vllm.groups import Groups, Tables, first_row
+from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.placing import place, rows_of
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
+from kvboost.integrations.vllm.states import StatePages, check_sizes, tensors_of
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.integrations.vllm.taking import (
     COPIED_ROWS,
     Taken,
     batches,
-    chunk_of,
+    chunks_of,
     copied,
     pages_of,
     take_together,
@@ -58,7 +61,7 @@ from kvboost.reuse.rope import Rotation
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
-    from kvboost.reuse.paged.kernels import GpuKernels, Placed
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 AHEAD_ROWS = 2 * COPIED_ROWS
 """Rows that may be copied to a GPU, on a stream of their own, before they are put into pages."""
@@ -88,6 +91,7 @@ class Worker:
         self._groups = groups
         self._options = options
         self._pages: Pages | None = None
+        self._states: StatePages | None = None
         self._problem = "no KV cache was registered"
         self._loading: dict[str, tuple[Load, Loading]] = {}
         self._fetching: dict[str, tuple[Load, Fetching]] = {}
@@ -119,15 +123,30 @@ class Worker:
                 raise UnsupportedModelError(self._declined)
             layers = self._config.compilation_config.static_forward_context
             self._runner = find_runner()
-            names = sorted(caches, key=_layer_number)  # several groups are not in this order
+            self._states = self._find_states(layers)
+            # Several groups are not in this order.
+            names = sorted(caches.keys() - self._groups.stateful_names, key=_layer_number)
             shared = "kv_sharing_target_layer_name"
             self._pages = Pages(
                 {name: caches[name] for name in names},
                 [layers[name] for name in names],
                 self._groups.layers({name: getattr(layers[name], shared, None) for name in names}),
             )
+            if (page := self._groups.page) is not None:
+                check_sizes(page, self._pages)
         except (UnsupportedModelError, KeyError, AttributeError) as error:
-            self._problem = str(error)
+            self._pages, self._problem = None, str(error)
+
+    def _find_states(self, layers: Mapping[str, object]) -> StatePages | None:
+        group_of = {
+            name: number
+            for number in self._groups.with_states
+            for name in self._groups.names[number]
+        }
+        names = sorted(group_of, key=_layer_number)
+        if not names:
+            return None
+        return StatePages([(group_of[name], tensors_of(layers[name])) for name in names])
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
@@ -141,8 +160,10 @@ class Worker:
         vocab, text, dtype = config.get_vocab_size(), config.hf_text_config, str(pages.dtype)
         rank = self._config.parallel_config.rank
         size = self._config.parallel_config.tensor_parallel_size
-        weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size)
-        hello = Hello(weights, Path(config.model).name, pages.row_bytes)
+        more = {} if self._states is None else {"states": str(self._states.shapes)}
+        weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size, **more)
+        state_bytes = 0 if self._states is None else self._states.nbytes
+        hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_bytes)
         try:
             problem = why_not_moved(self._config, pages.layers, self._groups)
             rotation = self._rotation = rope.rotation(model, len(pages.caches))
@@ -173,7 +194,10 @@ class Worker:
         tiers = open_tiers(
             self._options.engine_of(rank, size), pages.device, locked, streams=streams
         )
-        format = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
+        of_rows = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
+        format: AnyFormat = of_rows
+        if self._states is not None:
+            format = MixedFormat((of_rows,), self._states.shapes)
         self._data = ChunkData(tiers, format=format)
         self._is_near = tiers.gpu is not None or not pages.on_gpu
         self._packer = Quantizer(16, self._rotation)
@@ -200,6 +224,8 @@ class Worker:
             self._passing.popleft()
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
+        # After that: what is kept with states replaces the same without.
+        self.keep([keep for keep in step.keeps if keep.has_states])
         for order in step.orders:
             self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
         # New ones first: what others wait for, say a probe, is done meanwhile.
@@ -300,7 +326,10 @@ class Worker:
             to_device([*table, SCRATCH_PAGE], torch.int64, self._open_pages.device)
             for table in load.tables
         ]
-        self._place(load, chunks, tables)
+        place(load, chunks, tables, self._open_pages, self._packer, self._kernels)
+        if self._states is not None:
+            page = load.end // self._open_pages.size - 1
+            self._states.write(states_of(chunks[-1].data), load.tables, page)
         self._ahead.pop(load.request_id, None)
         if self._open_pages.on_gpu:
             self._passing.append((torch.cuda.current_stream().record_event(), chunks))
@@ -325,6 +354,11 @@ class Worker:
         while self._ranks.least(coming.done()) == 0:
             yield WAITS
         chunks, arrived = coming.result()
+        if self._states is not None and chunks is not None and not states_of(chunks[-1].data):
+            # Another process has stored it without them.
+            self._thread.submit(self._data.drop, [chunks[-1].key])
+            self._report.gone.add(chunks[-1].key)
+            chunks = None
         if self._ranks.least(chunks is not None) == 0 or chunks is None:
             self._ahead.pop(load.request_id, None)
             raise Lost(load.request_id)
@@ -338,7 +372,12 @@ class Worker:
         device = self._open_pages.device
         with torch.cuda.stream(self._stream):
             chunks = self._data.fetch(infos)
-            if chunks is None or self._stream is None:
+            if chunks is None:
+                return None, None
+            for number, one in enumerate(chunks[:-1]):
+                if one.info.has_state:  # states are needed at the end of a load only
+                    chunks[number] = rows_only(one)
+            if self._stream is None:
                 return chunks, None
             if is_ahead:
                 with suppress(torch.OutOfMemoryError):  # then they are copied as they are placed
@@ -348,53 +387,15 @@ class Worker:
                     ]
             return chunks, self._stream.record_event()
 
-    def _place(self, load: Load, chunks: Sequence[KVChunk], tables: Sequence[torch.Tensor]) -> None:
-        """Writes the known rows into the pages of ``tables``, keys of moved ones rotated, and mixes
-        further copies with them."""
-        device, kernels = tables[0].device, self._kernels
-        is_here = kernels is not None and all(
-            rows.device == device for one in chunks for rows in one.data.tensors.values()
-        )
-        rest = iter(chunks)
-        groups: list[Placed] = [
-            ([(hit, next(rest).data) for hit in batch], None if number == 1 else 1 / number)
-            for number, hits in enumerate((load.hits, *load.copies), start=1)
-            for batch in batches(hits, sys.maxsize if is_here else COPIED_ROWS)
-        ]
-        for some in [groups] if is_here else [[group] for group in groups]:
-            if kernels is not None:
-                kernels.place_rows(some, tables[0])
-            else:
-                self._place_with_torch(some, load.tables, tables)
-
-    def _place_with_torch(
-        self, groups: Sequence[Placed], tables: Tables, on_device: Sequence[torch.Tensor]
-    ) -> None:
-        """``on_device`` has the ``tables``."""
-        pages = self._open_pages
-        for stored, share in groups:
-            positions = np.concatenate([np.arange(hit.start, hit.end) for hit, _ in stored])
-            shape = (2, len(pages.caches), pages.num_kv_heads, len(positions), pages.head_dim)
-            buffer = torch.empty(shape, dtype=pages.dtype, device=pages.device)
-            row = 0
-            for hit, data in stored:
-                out = buffer[:, :, :, row : row + hit.num_tokens]
-                self._packer.place(data, hit.chunk.base_position, hit.offset, hit.start, out)
-                row += hit.num_tokens
-            for layers, table, there in zip(pages.groups, tables, on_device, strict=True):
-                skipped = int(np.searchsorted(positions, first_row([table], pages.size)))
-                rows = torch.from_numpy(positions[skipped:]).to(pages.device)
-                slots, new = pages.slots(there, rows), buffer[:, :, :, skipped:]
-                if share is not None:  # only moved text, so there is one group
-                    new.lerp_(pages.read_all(slots), 1 - share)
-                pages.write_layers(layers, new, slots)
-
     # Keeping.
 
     def keep(self, keeps: Sequence[Keep]) -> None:
         """Copies new rows out of the pages of requests that have ended, and rows that leave a
         window. vLLM has freed them, so this must come before anything that the next step writes; on
-        a GPU, later writes are ordered after these reads."""
+        a GPU, later writes are ordered after these reads. Rows with states after them are copied
+        when the step that computes them has been launched."""
+        if not keeps:
+            return
         try:
             taken = self._take(keeps)
         except torch.OutOfMemoryError:
@@ -409,10 +410,19 @@ class Worker:
         if self._kernels is not None:
             return take_together(self._kernels, keeps)
         return [
-            (infos, partial(self._rows_of, copied(pages, keep, infos), keep, infos))
+            (
+                infos,
+                partial(self._rows_of, copied(pages, keep, infos), keep, infos),
+                self._states_after(keep, infos[-1]),
+            )
             for keep in keeps
             for infos in batches(keep.infos, COPIED_ROWS)
         ]
+
+    def _states_after(self, keep: Keep, info: ChunkInfo) -> list[torch.Tensor]:
+        if self._states is None or not info.has_state:
+            return []
+        return self._states.read(keep.tables, info.end // self._open_pages.size - 1)
 
     def _rows_of(
         self, pages_then: torch.Tensor, keep: Keep, infos: Sequence[ChunkInfo]
@@ -437,13 +447,8 @@ class Worker:
         chunks = self._data.fetch([hit.chunk for hit in hits])
         if chunks is None:
             raise Lost(hits[0].chunk.key)
-        pages = self._open_pages
-        shape = (2, len(pages.caches), pages.num_kv_heads, end - start, pages.head_dim)
-        out = torch.empty(shape, dtype=pages.dtype, device=pages.device)
-        for hit, chunk in zip(hits, chunks, strict=True):
-            rows = out[:, :, :, hit.start - start : hit.end - start]
-            self._packer.place(chunk.data, hit.chunk.base_position, hit.offset, hit.start, rows)
-        return out
+        stored = [(hit, chunk.data) for hit, chunk in zip(hits, chunks, strict=True)]
+        return rows_of(stored, self._open_pages, self._packer)
 
     def _put(self, taken: list[Taken], ready: torch.cuda.Event | None) -> None:
         """Runs in our thread. Empties ``taken``, so that rows are freed one after the other."""
@@ -451,11 +456,9 @@ class Worker:
             if ready is not None:
                 ready.wait()
             while taken:
-                infos, rows_of = taken.pop(0)
+                infos, rows_of, states = taken.pop(0)
                 try:
-                    chunks = [
-                        chunk_of(info, rows) for info, rows in zip(infos, rows_of(), strict=True)
-                    ]
+                    chunks = chunks_of(infos, rows_of(), states)
                     if self._stream is not None:
                         self._stream.synchronize()  # from now on another stream may read them
                     self._data.put(chunks)
