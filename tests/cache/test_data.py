@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -176,3 +178,25 @@ def test_purge_reaches_the_remote_store(open_data: Open) -> None:
     assert is_there(data, chunks)  # from afar
     assert data.purge(keys_of(chunks)) == {}
     assert not is_there(data, chunks)
+
+
+def test_a_chunk_that_is_put_again_while_it_is_written_is_not_gone(
+    open_data: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, put = threading.Event(), DiskTier.put
+
+    def slowly(tier: DiskTier, chunk: KVChunk) -> bool:
+        begun.set()
+        time.sleep(0.2)
+        return put(tier, chunk)
+
+    monkeypatch.setattr(DiskTier, "put", slowly)
+    data, chunks = open_data(disk=True), text(1, 2)
+    data.put(chunks)
+    writing = threading.Thread(target=data.flush)
+    writing.start()
+    assert begun.wait(10)
+    data.drop([chunks[0].key])
+    data.put(chunks[:1])
+    writing.join()
+    assert not data.take_gone() and is_there(data, chunks[:1])

@@ -23,14 +23,17 @@ from kvboost.tokens.hashing import ChunkKey
 
 class ChunkData:
     """Thread-safe. A chunk that is fetched is held until it is returned, so that it is not evicted
-    on the way. ``format`` is the shape of the model's KV; other data from slow tiers is refused."""
+    on the way. ``format`` is the shape of the model's KV; other data from slow tiers is refused.
+    ``state_every``: how many rows apart states are kept, of a model that has some."""
 
-    def __init__(self, tiers: Tiers, *, format: AnyFormat | None = None) -> None:
+    def __init__(
+        self, tiers: Tiers, *, format: AnyFormat | None = None, state_every: int | None = None
+    ) -> None:
         self._lock = threading.RLock()
         self._known: set[ChunkKey] = set()
         self._held: Counter[ChunkKey] = Counter()
         self._gone: deque[ChunkKey] = deque()
-        self._residency = Residency(tiers, self, policy=LearnedPolicy)
+        self._residency = Residency(tiers, self, policy=LearnedPolicy, state_every=state_every)
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
         self._transfers.open()
 
@@ -42,8 +45,7 @@ class ChunkData:
                 self._known.add(chunk.key)
                 if self._residency.put(chunk):
                     continue
-                for refused in chunks[number:]:
-                    self.on_gone(refused.key)
+                self._report([refused.key for refused in chunks[number:]])
                 break
         with self._lock:
             self._residency.order_new()
@@ -52,8 +54,7 @@ class ChunkData:
         """Counts chunks as gone that could not be made."""
         with self._lock:
             self._residency.drop(keys)
-            for key in keys:
-                self.on_gone(key)
+            self._report(keys)
 
     def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks if all are in the fastest tier: nothing is copied. None otherwise."""
@@ -140,5 +141,9 @@ class ChunkData:
     def on_described(self, info: ChunkInfo) -> None: ...
 
     def on_gone(self, key: ChunkKey, how: str = "evicted") -> None:
-        self._known.discard(key)
-        self._gone.append(key)
+        if key in self._known:  # else it was dropped, and may be put anew before this is read
+            self._report([key])
+
+    def _report(self, keys: Sequence[ChunkKey]) -> None:
+        self._known.difference_update(keys)
+        self._gone.extend(keys)
