@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvboost.cache import codec
 from support.hybrids import save_for_vllm
 from support.planting import chunk_files
 from support.tiny import byte_tokenizer
@@ -144,8 +145,11 @@ def test_what_is_lost_is_computed(
     engine = start(options, **EXTENDED)
     full = engine.ask(ids)
     engine = start(options, **EXTENDED)  # the folder is read at the start
-    for path in chunk_files(tmp_path)[:2]:
-        path.write_bytes(b"damaged")
+    engine.ask(texts.prompt(2, 1), "off")  # so that pages hold other rows
+    engine.fresh()
+    for path in chunk_files(tmp_path):  # the last one, with states, is still there
+        if codec.read_file(path).info.base_position == CHUNK:
+            path.write_bytes(b"damaged")
     again = engine.ask(ids)
     assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
     assert engine.connector._tally.totals()["loads"] == {"loaded": 0, "failed": 1}

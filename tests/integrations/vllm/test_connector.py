@@ -326,7 +326,7 @@ def test_rows_are_kept_with_the_states_after_them(stateful: Scheduler) -> None:
     request = stateful.begin("a", ids)
     pages = list(range(1, 14))
     (keep,) = stateful.step(112, new={"a": ((pages[:7], [*states_at(112)]), 0)}).keeps
-    assert keep.has_states and keep.tables == (tuple(pages[:7]), states_at(112))
+    assert keep.infos[-1].has_state and keep.tables == (tuple(pages[:7]), states_at(112))
     assert [(info.base_position, info.end) for info in keep.infos] == [(0, 64), (64, 112)]
     more = pages[7:12], [*states_at(192)][7:]
     (keep,) = stateful.step(80, running={"a": (more, 112)}).keeps

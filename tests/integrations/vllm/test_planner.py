@@ -583,7 +583,7 @@ def test_a_load_that_failed_has_loaded_nothing(start: Start) -> None:
 
 # Models with states.
 
-STATEFUL = Hello("weights", "a model", row_bytes=8, state_bytes=8 * 100)
+STATEFUL = Hello("weights", "a model", row_bytes=8, state_rows=100)
 
 
 def test_a_prompt_goes_on_from_the_last_states_that_it_shares(start: Start) -> None:

@@ -388,8 +388,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
-        if connector_metadata.keeps:
-            self._worker.keep([one for one in connector_metadata.keeps if not one.has_states])
+        if not self._groups.with_states:  # else the step computes what is kept
+            self._worker.keep(connector_metadata.keeps)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 

@@ -51,8 +51,8 @@ class Hello:
     """Of the weights that it holds."""
     name: str
     row_bytes: int
-    state_bytes: int = 0
-    """The size of the states at one row, of a model that has some."""
+    state_rows: int = 0
+    """So many rows take as much memory as the states at one, of a model that has some."""
     moved_problem: str | None = None
     """Why moved text is not reused here; None if it is."""
     measured: tuple[tuple[int, int, float], ...] = ()
@@ -126,11 +126,6 @@ class Keep:
     first: int = 0
     earlier: tuple[Hit, ...] = ()
 
-    @property
-    def has_states(self) -> bool:
-        """Whether the states after the last of these rows are kept too, which the step computes."""
-        return self.infos[-1].has_state
-
 
 @dataclass(frozen=True)
 class Found:
@@ -182,10 +177,9 @@ class Planner:
         self._moves = all(worker.moved_problem is None for worker in workers)
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
-        chunk_size, first = self.chunk_size, workers[0]
+        chunk_size, page = self.chunk_size, self._page
         # So that they take no more memory than rows do.
-        as_rows = -(-first.state_bytes // (first.row_bytes * self._page)) * self._page
-        self.state_every = max(chunk_size, as_rows)
+        self.state_every = max(chunk_size, -(-workers[0].state_rows // page) * page)
         index = self._index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),

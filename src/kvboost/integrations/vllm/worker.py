@@ -125,7 +125,8 @@ class Worker:
             self._runner = find_runner()
             self._states = self._find_states(layers)
             # Several groups are not in this order.
-            names = sorted(caches.keys() - self._groups.stateful_names, key=_layer_number)
+            stateful = self._groups.stateful_names
+            names = sorted((name for name in caches if name not in stateful), key=_layer_number)
             shared = "kv_sharing_target_layer_name"
             self._pages = Pages(
                 {name: caches[name] for name in names},
@@ -162,8 +163,8 @@ class Worker:
         size = self._config.parallel_config.tensor_parallel_size
         more = {} if self._states is None else {"states": str(self._states.shapes)}
         weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size, **more)
-        state_bytes = 0 if self._states is None else self._states.nbytes
-        hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_bytes)
+        state_rows = 0 if self._states is None else -(-self._states.nbytes // pages.row_bytes)
+        hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_rows)
         try:
             problem = why_not_moved(self._config, pages.layers, self._groups)
             rotation = self._rotation = rope.rotation(model, len(pages.caches))
@@ -198,7 +199,7 @@ class Worker:
         format: AnyFormat = of_rows
         if self._states is not None:
             format = MixedFormat((of_rows,), self._states.shapes)
-        self._data = ChunkData(tiers, format=format)
+        self._data = ChunkData(tiers, format=format, state_every=state_rows or None)
         self._is_near = tiers.gpu is not None or not pages.on_gpu
         self._packer = Quantizer(16, self._rotation)
         return Greeting(hello)
@@ -224,8 +225,8 @@ class Worker:
             self._passing.popleft()
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
-        # After that: what is kept with states replaces the same without.
-        self.keep([keep for keep in step.keeps if keep.has_states])
+        if self._states is not None:  # after that: chunks with states replace those without
+            self.keep(step.keeps)
         for order in step.orders:
             self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
         # New ones first: what others wait for, say a probe, is done meanwhile.
@@ -392,8 +393,8 @@ class Worker:
     def keep(self, keeps: Sequence[Keep]) -> None:
         """Copies new rows out of the pages of requests that have ended, and rows that leave a
         window. vLLM has freed them, so this must come before anything that the next step writes; on
-        a GPU, later writes are ordered after these reads. Rows with states after them are copied
-        when the step that computes them has been launched."""
+        a GPU, later writes are ordered after these reads. Of a model with states, rows are kept
+        while a request runs: when the step that computes them has been launched."""
         if not keeps:
             return
         try:
@@ -468,9 +469,10 @@ class Worker:
                     self._data.refuse([info.key for info in infos])
 
 
-def _layer_number(name: str) -> list[int]:
-    """The numbers in a layer's name: ``model.layers.12.self_attn.attn``."""
-    return [int(digits) for digits in re.findall(r"\d+", name)]
+def _layer_number(name: str) -> tuple[list[int], str]:
+    """The numbers in a layer's name, ``model.layers.12.self_attn.attn``, and the name: a model that
+    drafts has the same numbers."""
+    return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
