@@ -176,6 +176,8 @@ class Benchmark:
         if plot is not None and report.draw is not None:
             save(report.draw(f"{self.name}: {bench.title}"), plot)
             console.print(f"drawn in {plot}", highlight=False)
+        elif plot is not None:
+            console.print("nothing was drawn: this benchmark has no picture", highlight=False)
         asked = dataclasses.asdict(settings)
         made = record(
             self.name, asked, bench.machine, report.figures, report.goals, report.problems

@@ -55,7 +55,7 @@ def long_tables(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
             if (long.task, one.donor, one.kept) == (task, donor, kept)
         ]
         count = max(one.count for one, _ in own)
-        title = f"{task}, {donor}: {DONORS[donor]} ({count} examples)"
+        title = f"{task}, {donor}: {DONORS.get(donor, donor)} ({count} examples)"
         own += [floors[task]] if task in floors else []
         yield table(
             f"{title}\n{kept}" if many else title,

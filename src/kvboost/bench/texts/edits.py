@@ -98,15 +98,34 @@ def _found(modules: Iterable[str]) -> Iterator[Edit]:
 
 def _name_to_change(code: str) -> str | None:
     """The first parameter or variable of a function that it uses, and whose name means nothing else
-    in it."""
-    nodes = list(ast.walk(ast.parse(code)))
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    others = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    others |= {node.arg or "" for node in nodes if isinstance(node, ast.keyword)}
-    own = [node.arg for node in nodes if isinstance(node, ast.arg)]
-    own += [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    usable = (one for one in own if one not in others | {"self", "cls"})
+    in it, in text neither."""
+    tree = ast.parse(code)
+    names, own, others = list[str](), list[str](), {"self", "cls"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, context):
+                names.append(name)
+                own += [name] if isinstance(context, ast.Store) else []
+            case ast.arg(name):
+                own.append(name)
+            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                others.add(name)
+            case ast.FunctionDef(name) | ast.ClassDef(name) | ast.ExceptHandler(name=str(name)):
+                others.add(name)
+            case ast.alias(name, other):
+                others |= {name, other or name}
+            case ast.Global(several) | ast.Nonlocal(several):
+                others.update(several)
+            case ast.Constant(str(text)) if text != _docstring(tree):
+                others.update(re.findall(r"\w+", text))
+    usable = (one for one in own if one not in others)
     return next((one for one in usable if names.count(one) > 1), None)
+
+
+def _docstring(tree: ast.Module) -> str | None:
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return ast.get_docstring(function, clean=False)
 
 
 WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
