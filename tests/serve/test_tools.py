@@ -192,6 +192,15 @@ def test_log_probabilities_of_held_back_tokens_come_later(client, fake) -> None:
     assert sum(told) == 3
 
 
+def test_a_format_beside_a_call_that_must_be_made_is_noted(client, fake) -> None:
+    asked = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    note = "response_format has no effect: the answer is a call"
+    for choice, notes in (("auto", []), ("required", [note])):
+        body = {"model": "fake", "messages": ASK, **asked, "tool_choice": choice}
+        said = client.post("/v1/chat/completions", json=body).json()
+        assert said["kvboost"]["notes"] == notes
+
+
 def test_messages_about_tools_reach_the_template(client, fake) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
     messages = [
