@@ -248,24 +248,6 @@ def test_an_error_about_a_message_names_its_wrong_field(client, message, param, 
     assert error["param"] == f"messages[1].{param}" and told in error["message"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"tools": None, "n": None, "stop": None, "logprobs": None, "reasoning_effort": None},
-        {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"},
-        {"tool_choice": "none", "parallel_tool_calls": True, "store": False},
-        {"tool_choice": "auto", "service_tier": "auto", "reasoning_effort": "none"},
-        {"service_tier": "default", "prompt_cache_key": "k", "safety_identifier": "u"},
-        {"metadata": {"a": "b"}, "user": "me"},
-        {"messages": [{"role": "user", "content": "hi", "name": "ann"}]},
-    ],
-)
-def test_fields_that_ask_for_nothing_change_nothing(client, fake, more) -> None:
-    for asked in (body(), body(**more)):
-        assert client.post("/v1/chat/completions", json=asked).status_code == 200
-    assert fake.asked[0] == fake.asked[1]
-
-
 def test_top_k_is_off_at_minus_one(client, fake) -> None:
     client.post("/v1/chat/completions", json=body(top_k=-1))
     assert fake.asked[0]["top_k"] == 0
