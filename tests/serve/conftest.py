@@ -14,8 +14,10 @@ from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
 from support.browser import MISSING, open_browser
+from support.chat_templates import QWEN, tokenizer_with
 from support.fake_engine import FakeEngine
 from support.live_server import live_server
+from support.tiny import tiny_model
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -52,6 +54,14 @@ def calls(fake: FakeEngine) -> None:
         *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
         *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
     ]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[KVBoost]:
+    """Its chats have tools. Modules that need another one make it themselves."""
+    model = tiny_model("llama", max_position_embeddings=4096)
+    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from openai import OpenAI
 
 from kvboost import KVBoost
 from kvboost.chat.tool_use import ToolUse
-from support.chat_templates import BEGUN, QWEN, tokenizer_with
+from support.chat_templates import BEGUN, tokenizer_with
 from support.fake_engine import FakeEngine
 from support.live_server import connect, events, live_server, read_until, wait_for
 from support.tiny import tiny_model
@@ -37,13 +36,6 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Rain in Rome?"}]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[KVBoost]:
-    model = tiny_model("llama", max_position_embeddings=4096)
-    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
-        yield engine
 
 
 def ask(client: OpenAI, **options: Any) -> Any:
