@@ -77,6 +77,13 @@ def openai(engine: KVBoost) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
+def address(engine: KVBoost) -> Iterator[str]:
+    """The page of a server over the module's engine."""
+    with live_server(engine) as server:
+        yield f"{server.url}/"
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Not longer: while it is open, this thread has an event loop, and ``asyncio.run`` fails."""
     if MISSING:
