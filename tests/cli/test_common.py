@@ -41,6 +41,7 @@ def test_a_file_that_cannot_be_read_is_named_once_with_what_to_do() -> None:
         ("--mode", "fast", "--mode='fast' is unknown; choose one of 'baseline'"),
         ("--exactness", "sure", "--exactness='sure' is not available"),
         ("--speculate", "often", "--speculate='often' is not available"),
+        ("--speculate", "65", "--speculate=65 must be a number between 1 and 64"),
         ("--max-new-tokens", "0", "--max-new-tokens=0 must be a whole number of at least 1"),
     ],
 )

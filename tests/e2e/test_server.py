@@ -72,19 +72,6 @@ def test_what_was_read_before_is_not_read_again_and_usage_says_so(client) -> Non
     assert raw.headers["x-request-id"].startswith("req-")
 
 
-def test_one_key_does_not_see_what_another_has_read(server, client) -> None:
-    """The key is part of the salt: the same text is a hit under the same key only."""
-    ask(client, "Is it tall?")
-    assert ask(client, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
-    with openai.OpenAI(base_url=server.url, api_key="k-bob", max_retries=0) as other:
-        first = ask(other, "Is it tall?")
-        assert first.usage.prompt_tokens_details.cached_tokens == 0
-        assert first.kvboost["computed_tokens"] == first.usage.prompt_tokens
-        assert ask(other, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
-    salted = ask(client, "Is it tall?", extra_body={"cache_salt": "elsewhere"})
-    assert salted.usage.prompt_tokens_details.cached_tokens == 0
-
-
 def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.chat.completions.create(model="gpt-7", messages=question("?"))

@@ -20,12 +20,7 @@ MESSAGES = [{"role": "user", "content": "How is the weather in Rome?"}]
 
 @pytest.fixture
 def client(server) -> anthropic.Anthropic:
-    client = anthropic.Anthropic(base_url=server.root, api_key="none", max_retries=0, timeout=300)
-    try:
-        client.messages.create(model=server.model, max_tokens=1, messages=MESSAGES)
-    except anthropic.NotFoundError:
-        pytest.skip("the server has no /v1/messages")
-    return client
+    return anthropic.Anthropic(base_url=server.root, api_key="none", max_retries=0, timeout=300)
 
 
 def test_messages_and_streams(client, server, has_run) -> None:

@@ -14,8 +14,10 @@ from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
 from support.browser import MISSING, open_browser
+from support.chat_templates import QWEN, tokenizer_with
 from support.fake_engine import FakeEngine
 from support.live_server import live_server
+from support.tiny import tiny_model
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -55,6 +57,14 @@ def calls(fake: FakeEngine) -> None:
 
 
 @pytest.fixture(scope="module")
+def engine() -> Iterator[KVBoost]:
+    """Its chats have tools. Modules that need another one make it themselves."""
+    model = tiny_model("llama", max_position_embeddings=4096)
+    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
 def openai(engine: KVBoost) -> Iterator[OpenAI]:
     """OpenAI's client of a server over the module's engine, whose model is "tiny"."""
     from openai import OpenAI
@@ -64,6 +74,13 @@ def openai(engine: KVBoost) -> Iterator[OpenAI]:
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
+
+
+@pytest.fixture(scope="module")
+def address(engine: KVBoost) -> Iterator[str]:
+    """The page of a server over the module's engine."""
+    with live_server(engine) as server:
+        yield f"{server.url}/"
 
 
 @pytest.fixture(scope="module")

@@ -56,14 +56,6 @@ def test_a_server_whose_engine_has_failed_is_to_be_started_again(client, fake) -
         assert answer.status_code == 503 and answer.json() == {"status": "failed"}
 
 
-def test_stopping_waits_for_answers_and_flushes(serve_fake, fake) -> None:
-    client = serve_fake()
-    assert not fake.drained
-    client.__exit__()
-    assert fake.drained and fake.flushed
-    client.__enter__()
-
-
 def test_the_page_has_a_content_security_policy_and_no_other_files(client) -> None:
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html") and "KVBoost" in page.text

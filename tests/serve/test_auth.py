@@ -95,12 +95,3 @@ def test_a_single_tenant_may_use_the_whole_queue(serve_fake, fake, keys) -> None
     client = serve_fake(keys=keys)
     assert client.post("/v1/completions", json=COMPLETION, headers=bearer("k-ann")).is_success
     assert fake.asked[0]["tenant"] == ""
-
-
-def test_a_tenant_among_others_may_ask_for_its_share_of_the_queue(serve_fake) -> None:
-    """9 answers can run and 9 can wait, 5 of them for one tenant."""
-    client = serve_fake(keys=KEYS)
-    for prompts, status in ((14, 200), (15, 400)):
-        body = {**COMPLETION, "prompt": ["hi"] * prompts}
-        answer = client.post("/v1/completions", json=body, headers=bearer("k-ann"))
-        assert answer.status_code == status

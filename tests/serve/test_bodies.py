@@ -200,13 +200,6 @@ def test_a_text_of_many_characters_and_few_tokens_is_read(client, fake) -> None:
     assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 21
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{}", '{"model": "a"}'.encode("utf-16")])
-def test_a_body_must_be_utf8(client, content) -> None:
-    headers = {"content-type": "application/json"}
-    refused = client.post("/v1/completions", content=content, headers=headers)
-    assert refused.status_code == 400 and "not JSON" in refused.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

@@ -97,17 +97,6 @@ def test_an_unknown_document_is_named(client) -> None:
     assert wrong.json()["error"]["param"] == "messages[0].content[0].document_id"
 
 
-def test_tenants_have_their_own_documents(serve_fake) -> None:
-    client = serve_fake(keys=KEYS)
-    body = {"text": "Ann's."}
-    made = client.post("/kvboost/documents", json=body, headers=ANN).json()
-    assert client.get("/kvboost/documents", headers=ROOT).json()["data"] == []
-    assert client.get(f"/kvboost/documents/{made['id']}", headers=ROOT).status_code == 404
-    assert client.get(f"/kvboost/documents/{made['id']}", headers=ANN).json()["text"] == "Ann's."
-    assert client.get("/kvboost/documents").status_code == 401
-    assert client.get("/kvboost/cache", headers=ANN).status_code == 403
-
-
 def test_there_is_a_limit(serve_fake) -> None:
     client = serve_fake(max_documents=2, max_document_bytes=20)
     upload(client, "0123456789")

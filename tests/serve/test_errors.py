@@ -95,6 +95,7 @@ def test_prompts_are_logged_only_with_log_prompts(serve_fake, caplog) -> None:
         (b"[1]", "object"),
         (b"nonsense", "not JSON"),
         (b"\xff\xfe\xfd", "not JSON"),
+        ('{"model": "a"}'.encode("utf-16"), "not JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model":"fake","prompt":"a","seed":' + b"9" * 5000 + b"}", "more than 400 digits"),
         (b'{"model":"fake","prompt":"a","temperature":NaN}', "not JSON"),

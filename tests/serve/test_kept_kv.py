@@ -11,13 +11,6 @@ from support.fake_engine import FakeEngine
 from support.tiny import make_engine, tiny_model
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_longer_text_replaces_its_beginning() -> None:
     fake = FakeEngine()
     kept = KeptKV(fake)
@@ -32,12 +25,12 @@ def test_a_longer_text_replaces_its_beginning() -> None:
 
 
 def test_pins_that_have_ended_are_forgotten() -> None:
-    fake, clock = FakeEngine(), Clock()
-    kept = KeptKV(fake, clock)
+    fake, now = FakeEngine(), [0.0]
+    kept = KeptKV(fake, lambda: now[0])
     kept.keep("a", as_token_ids([1]), "", 60)
     kept.keep("none", as_token_ids([3]), "", 0)
     assert [pin.ttl for pin in fake.pins()] == [60]
-    clock.now = 60
+    now[0] = 60
     kept.keep("b", as_token_ids([2]), "", 120)
     assert list(fake.pinned) == ["kept-b"]
 

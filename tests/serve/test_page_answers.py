@@ -4,7 +4,6 @@ answers are those of an engine without a model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from support.browser import (
     unnamed_controls,
 )
 from support.fake_engine import FakeEngine
-from support.live_server import live_server
 
 MARKDOWN = """# A title
 
@@ -55,12 +53,6 @@ def engine() -> FakeEngine:
     fake = FakeEngine()
     fake.context_length = None
     return fake
-
-
-@pytest.fixture(scope="module")
-def address(engine: FakeEngine) -> Iterator[str]:
-    with live_server(engine) as server:
-        yield f"{server.url}/"
 
 
 def test_answers_are_markdown_and_never_html(engine: FakeEngine, open_page: OpenPage) -> None:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from support.browser import OpenPage, answered, ask_alone, expect, open_settings
 from support.fake_engine import FakeEngine
-from support.live_server import live_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -37,12 +36,6 @@ def engine() -> FakeEngine:
     fake.context_length = None
     fake.model_name = MODEL
     return fake
-
-
-@pytest.fixture(scope="module")
-def address(engine: FakeEngine) -> Iterator[str]:
-    with live_server(engine) as server:
-        yield f"{server.url}/"
 
 
 # Commands

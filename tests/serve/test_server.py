@@ -8,7 +8,8 @@ import random
 import string
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -17,10 +18,13 @@ import pytest
 from kvboost import GenerationMode, KVBoost
 from kvboost.serve.settings import ApiKey
 from support.live_server import LiveServer, connect, events, live_server, wait_for
+from support.remote_server import remote_server
 from support.tiny import EOS, make_engine, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
 NO_END = {str(EOS): -100}
+Serve = Callable[..., AbstractContextManager[LiveServer]]
+here_or_remote = pytest.mark.parametrize("serve", [live_server, remote_server])
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +275,10 @@ def test_metrics_count_all_prompt_rows(server, client, engine) -> None:
         assert f"kvboost_{name}" in shown
 
 
-def test_a_full_queue_says_when_to_try_again() -> None:
+@here_or_remote
+def test_a_full_queue_says_when_to_try_again(serve: Serve) -> None:
     model = tiny_model("llama", max_position_embeddings=8192)
-    with make_engine(model, max_running=1, max_waiting=1) as engine, live_server(engine) as server:
+    with make_engine(model, max_running=1, max_waiting=1) as engine, serve(engine) as server:
         name = engine.model_name
         hold = {"model": name, "prompt": text(12), "max_tokens": 8000, "logit_bias": NO_END}
         body = json.dumps(hold).encode()
@@ -282,14 +287,15 @@ def test_a_full_queue_says_when_to_try_again() -> None:
             with connect(server, body):
                 wait_for(lambda: engine.serving_stats()["waiting"] == 1)
                 with httpx.Client(base_url=server.url, timeout=120) as client:
-                    refused = client.post("/v1/completions", json=hold)
+                    refused = client.post("/v1/completions", json={**hold, "stream": True})
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_a_request_that_takes_too_long_is_cancelled() -> None:
+@here_or_remote
+def test_a_request_that_takes_too_long_is_cancelled(serve: Serve) -> None:
     model = tiny_model("llama", max_position_embeddings=8192)
-    with make_engine(model) as engine, live_server(engine, timeout=0.3) as server:
+    with make_engine(model) as engine, serve(engine, timeout=0.3) as server:
         body = {
             "model": engine.model_name,
             "prompt": text(12),

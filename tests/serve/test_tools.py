@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from openai import OpenAI
 
 from kvboost import KVBoost
 from kvboost.chat.tool_use import ToolUse
-from support.chat_templates import BEGUN, QWEN, tokenizer_with
+from support.chat_templates import BEGUN, tokenizer_with
 from support.fake_engine import FakeEngine
 from support.live_server import connect, events, live_server, read_until, wait_for
 from support.tiny import tiny_model
@@ -37,13 +36,6 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Rain in Rome?"}]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[KVBoost]:
-    model = tiny_model("llama", max_position_embeddings=4096)
-    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
-        yield engine
 
 
 def ask(client: OpenAI, **options: Any) -> Any:
@@ -190,6 +182,15 @@ def test_log_probabilities_of_held_back_tokens_come_later(client, fake) -> None:
     _, chunks = scripted(client, fake, ["a", "<", "b"], **more)
     told = [len(one["logprobs"]["content"]) for one in chunks if one["logprobs"]]
     assert sum(told) == 3
+
+
+def test_a_format_beside_a_call_that_must_be_made_is_noted(client, fake) -> None:
+    asked = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    note = "response_format has no effect: the answer is a call"
+    for choice, notes in (("auto", []), ("required", [note])):
+        body = {"model": "fake", "messages": ASK, **asked, "tool_choice": choice}
+        said = client.post("/v1/chat/completions", json=body).json()
+        assert said["kvboost"]["notes"] == notes
 
 
 def test_messages_about_tools_reach_the_template(client, fake) -> None:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from pydantic import BaseModel
 
-from kvboost.errors import ConfigError, StructuredOutputError
-from kvboost.structured.formats import after_reasoning, grammar_for, json_grammar
-
-
-class Person(BaseModel):
-    name: str
-    age: int
+from kvboost.errors import ConfigError
+from kvboost.structured.formats import grammar_for, json_grammar
 
 
 def test_no_format_is_no_grammar() -> None:
@@ -34,10 +28,6 @@ def test_a_schema_may_choose_how_it_is_written() -> None:
     assert options["key_separator"] == ":" and options["item_separator"] == ", "
 
 
-def test_a_model_of_pydantics_is_its_schema() -> None:
-    assert grammar_for({"schema": Person}) == grammar_for({"schema": Person.model_json_schema()})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -46,6 +36,7 @@ def test_a_model_of_pydantics_is_its_schema() -> None:
         ({"schema": {"enum": [object()]}}, "schema: it is not JSON"),
         ({"regex": ""}, "regex='' must be a regular expression"),
         ({"grammar": " "}, "grammar cannot be enforced: ' ' has no rules"),
+        ({"grammar": "hello world"}, r"grammar cannot be enforced: .*GBNF"),
         ({"grammar": 3}, "grammar=3 must be a grammar"),
         ({"choice": []}, r"choice=\[\] must be several strings"),
         ({"choice": "yes"}, "choice='yes' must be several strings"),
@@ -56,13 +47,3 @@ def test_a_model_of_pydantics_is_its_schema() -> None:
 def test_a_wrong_format_says_what_is_wrong(options, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         grammar_for(options)
-
-
-def test_a_grammar_in_no_known_notation_is_refused() -> None:
-    with pytest.raises(StructuredOutputError, match=r"grammar cannot be enforced: .*GBNF"):
-        grammar_for({"grammar": "hello world"})
-
-
-def test_reasoning_comes_before_the_answer() -> None:
-    outer, answer = json.loads(after_reasoning(json_grammar({}), begun=True))["grammars"]
-    assert "@answer" in outer["lark_grammar"] and answer["name"] == "answer"

@@ -8,7 +8,7 @@ import pytest
 
 from kvboost.errors import StructuredOutputError
 from kvboost.model.loading.tokenizer import ModelTokenizer
-from kvboost.structured.formats import after_reasoning, grammar_for, json_grammar, regex_grammar
+from kvboost.structured.formats import after_reasoning, json_grammar, regex_grammar
 from kvboost.structured.grammars import KEPT_GRAMMARS, MAX_FORCED, Constraint, Grammars
 from support.tiny import EOS, VOCAB, byte_tokenizer
 
@@ -30,9 +30,9 @@ def test_the_tokenizer_is_read_once_and_before_the_first_grammar_if_asked() -> N
 
 
 def start(grammars: Grammars, **options) -> Constraint:
-    grammar = grammar_for(options)
+    grammar = grammars.of_format(options)
     assert grammar is not None
-    return grammars.compile(grammar).start()
+    return grammar.start()
 
 
 def allowed(constraint: Constraint) -> set[int]:
@@ -77,9 +77,9 @@ def test_forced_tokens_come_in_groups(grammars: Grammars) -> None:
 
 
 def test_tokens_need_not_be_forced(grammars: Grammars) -> None:
-    grammar = grammar_for({"choice": ["abc"]})
+    grammar = grammars.of_format({"choice": ["abc"]})
     assert grammar is not None
-    constraint = grammars.compile(grammar).start(forces=False)
+    constraint = grammar.start(forces=False)
     assert constraint.take_forced() == []
     say(constraint, "abc")
     assert constraint.is_complete

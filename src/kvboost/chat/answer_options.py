@@ -38,14 +38,12 @@ def answer_options(
 ) -> dict[str, Any]:
     """``options`` with a format that covers reasoning and calls of tools as well, which is then
     compiled, and with the strings that end a call."""
-    grammar = grammar_for(options)
+    grammar, option = grammar_for(options) or (None, "tools")
     if use.offered or use.is_forced or grammar is not None:
         grammar = use.grammar(tokenizer.style, grammar, tokenizer.reasoning_after(prompt_ids))
     prepared = {name: value for name, value in options.items() if name not in FORMATS}
     if grammar is not None:
-        given = [name for name in FORMATS if options.get(name) is not None]
-        option = "tools" if use.is_forced or not given else given[0]
-        prepared["grammar"] = grammars.compile(grammar, option)
+        prepared["grammar"] = grammars.compile(grammar, "tools" if use.is_forced else option)
     if stops := use.stops(tokenizer.style, grammar):
         prepared["stop"] = [*stop_strings(options.get("stop")), *stops]
     if tokenizer.writes_special_tokens and not use.is_forced:

@@ -175,18 +175,14 @@ def verify(place: Place, as_json: AsJson = False) -> None:
         print_json(vars(verdict))
     else:
         print_line(f"{_count(verdict.ok, 'whole chunk')}")
-        if verdict.bad:
-            print_line(f"{_count(verdict.bad, 'damaged file')}, now in quarantine", style="yellow")
-        if verdict.unreadable:
-            print_line(f"{_count(verdict.unreadable, 'unreadable file')}", style="yellow")
-        if verdict.signed:
-            print_line(
-                f"{_count(verdict.signed, 'signed chunk')} not checked: set KVBOOST_CACHE_SECRET",
-                style="yellow",
-            )
-        if verdict.other_version:
-            count = _count(verdict.other_version, "chunk")
-            print_line(f"{count} of another version of KVBoost, not checked", style="yellow")
+        for number, noun, more in (
+            (verdict.bad, "damaged file", ", now in quarantine"),
+            (verdict.unreadable, "unreadable file", ""),
+            (verdict.signed, "signed chunk", " not checked: set KVBOOST_CACHE_SECRET"),
+            (verdict.other_version, "chunk", " of another version of KVBoost, not checked"),
+        ):
+            if number:
+                print_line(f"{_count(number, noun)}{more}", style="yellow")
     if not verdict:
         raise typer.Exit(1)
 

@@ -306,10 +306,9 @@ class Router:
         return Flight(choice.upstream, state, choice.expected, extra, first, added, is_evidence)
 
     def _score(self, one: _Upstream, expected: Expected, sketch: Sketch, least: int) -> float:
-        saved = expected.beginning + MOVED_WORTH * expected.elsewhere
         queue = one.extra + self.settings.request_tokens * one.open
         share = expected.new / sketch.tokens if sketch.tokens else 0.0
-        return saved - queue - BALANCE * share * (one.known.tokens - least)
+        return _saved(expected) - queue - BALANCE * share * (one.known.tokens - least)
 
     def _order(self, choice: Choice, policy: str) -> tuple[float, int, int]:
         """The best score, then the fewest open requests, then the one that has waited longest."""

@@ -36,15 +36,16 @@ class FormatOptions(TypedDict, total=False):
 FORMATS = tuple(FormatOptions.__annotations__)
 
 
-def grammar_for(options: Mapping[str, Any]) -> str | None:
-    """The grammar of the format that a request asks for; None if it asks for none."""
+def grammar_for(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The grammar of the format that a request asks for, and the option that does; None if none
+    does."""
     given = [name for name in FORMATS if options.get(name) is not None]
     if not given:
         return None
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} do not go together; give one of them")
     (name,) = given
-    return _MAKERS[name](options[name])
+    return _MAKERS[name](options[name]), name
 
 
 def json_grammar(schema: Mapping[str, Any] | type, *, lenient: bool = False) -> str:

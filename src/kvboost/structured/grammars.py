@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvboost.errors import StructuredOutputError
-from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.structured.formats import grammar_for
 from kvboost.structured.library import library
 
 KEPT_GRAMMARS = 64
@@ -64,11 +64,8 @@ class Grammars:
         """The compiled grammar of the format in ``options``; None if there is none."""
         if isinstance(compiled := options.get("grammar"), Grammar):
             return compiled
-        grammar = grammar_for(options)
-        if grammar is None:
-            return None
-        option = next(name for name in FORMATS if options.get(name) is not None)
-        return self.compile(grammar, option)
+        found = grammar_for(options)
+        return None if found is None else self.compile(*found)
 
     def _known_tokens(self) -> Any:
         """The tokenizer as llguidance wants it. Making it takes about a second, in which no other

@@ -150,6 +150,23 @@ def test_the_client_cannot_tell_what_is_refused_from_what_is_not_there() -> None
     assert len(said) == 1 and UNREACHED in said.pop()
 
 
+def test_a_name_server_that_does_not_answer_holds_up_neither_a_request_nor_the_end() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def resolve(name: str) -> list[IPAddress]:
+        asked.set()
+        go_on.wait(60)
+        return [LOCAL]
+
+    with pytest.raises(ApiError, match="it did not arrive"):
+        fetch_all(["http://a.test/"], ["a.test"], resolve=resolve, seconds=0.2)
+    assert asked.is_set()
+    (stuck,) = [one for one in threading.enumerate() if one.name == "kvboost-resolver"]
+    assert stuck.daemon  # the interpreter waits for all others
+    go_on.set()
+    stuck.join(60)
+
+
 def test_a_connection_goes_to_the_address_that_was_checked(server) -> None:
     """A name that means another machine the next time it is looked up does not matter."""
     answers = [[LOCAL], [ip_address("169.254.169.254")]]

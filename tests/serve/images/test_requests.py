@@ -1,9 +1,9 @@
-"""Images by address over the APIs: answered as if they had been sent, or refused."""
+"""Images over the APIs, sent as data or named by address: answered like any prompt, or refused."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,16 @@ from kvboost import KVBoost
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
 from support.hostile_images import FILES
-from support.image_requests import APIS, QUESTION, chat, data_url, error_of, responses, text_of
+from support.image_requests import (
+    APIS,
+    QUESTION,
+    anthropic,
+    chat,
+    data_url,
+    error_of,
+    responses,
+    text_of,
+)
 from support.live_server import LiveServer, live_server
 from support.remote_server import remote_server
 from support.scripted_upstream import Scripted, hang, say, upstream
@@ -24,6 +33,8 @@ from support.vision_models import about, file_of, picture, vision_engine
 
 IMAGE = picture(1, 50, 30)
 FILE = file_of(IMAGE)
+DATA = data_url(FILE)
+EXPECTED = about(IMAGE, QUESTION)
 SERVERS: dict[str, Any] = {"one process": live_server, "two processes": remote_server}
 
 
@@ -47,13 +58,24 @@ def url(site: Scripted) -> str:
     return f"{site.url}/a.png?size=large"
 
 
+@pytest.fixture(params=["data", "address"])
+def image(request: Any, site: Scripted, url: str) -> Callable[[bytes], str]:
+    """What a request says for a file: its data, or where it is."""
+
+    def place(file: bytes) -> str:
+        site.act = shows(file)
+        return url if request.param == "address" else data_url(file)
+
+    return place
+
+
 @pytest.fixture(scope="module", params=SERVERS)
 def served(request: Any, site: Scripted) -> Iterator[tuple[KVBoost, LiveServer]]:
     host = site.url.removeprefix("http://")
     with ExitStack() as stack:
         made = vision_engine("smolvlm", max_images=3, max_image_bytes=20_000)
         engine = stack.enter_context(made)
-        settings = {"served_names": ("m",), "image_hosts": (host,), "max_body_bytes": 30_000}
+        settings = {"served_names": ("m",), "image_hosts": (host,), "max_body_bytes": 100_000}
         yield engine, stack.enter_context(SERVERS[request.param](engine, **settings))
         assert engine.check_integrity() == []
 
@@ -75,29 +97,45 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_an_image_is_answered_as_if_it_had_been_sent(client, engine, site, url, api) -> None:
-    path, body = APIS[api](url, temperature=0)
-    expected = engine.chat(about(IMAGE, QUESTION), 6, "baseline", temperature=0).output_text
+def test_an_image_is_answered_as_in_the_library_and_known_afterwards(
+    client, engine, site, image, api
+) -> None:
+    path, body = APIS[api](image(FILE), temperature=0)
+    expected = engine.chat(EXPECTED, 6, "baseline", temperature=0).output_text
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert text_of(answer) == expected
-    ((target, _, _),) = site.asked
-    assert target == "/a.png?size=large"
-    path, body = APIS[api](data_url(FILE), temperature=0)
-    again = client.post(path, json=body)
-    assert int(again.headers["x-kvboost-exact-tokens"]) > 60
+    assert {target for target, _, _ in site.asked} <= {"/a.png?size=large"}
+    seen = engine._model.vision.num_images
+    path, body = APIS[api](DATA, "And is it red?", temperature=0)
+    second = client.post(path, json=body)
+    assert second.status_code == 200 and engine._model.vision.num_images == seen
+    assert int(second.headers["x-kvboost-exact-tokens"]) > 60
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("wrong", FILES)
-def test_a_hostile_file_is_refused_like_one_that_was_sent(client, site, url, api, wrong) -> None:
+def test_a_hostile_file_is_refused_and_the_server_lives(client, image, api, wrong) -> None:
     file, said = FILES[wrong]
-    site.act = shows(file)
-    path, body = APIS[api](url)
+    path, body = APIS[api](image(file))
     answer = client.post(path, json=body)
     assert answer.status_code == 400 and said in error_of(answer), answer.text
-    site.act = shows(FILE)
+    path, body = APIS[api](image(FILE))
     assert client.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("data:image/png,abc", "must be a data URL"),
+        ("data:image/png;base64,!!!!", "the data of an image is not base64"),
+        (data_url(b"\0" * 30_000), "an image has 30,000 bytes; at most 20,000 are allowed"),
+    ],
+)
+def test_what_is_no_data_url_of_an_image_is_refused(client, wrong, said) -> None:
+    for path, body in (chat(wrong), responses(wrong)):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and said in error_of(answer), answer.text
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -124,29 +162,48 @@ def test_an_image_that_is_not_there_is_the_requests_mistake(client, site, url, a
         assert answer.json()["error"]["code"] == "image_not_fetched"
 
 
+def test_anthropics_sources_are_checked(client) -> None:
+    path, body = anthropic(DATA)
+    block = body["messages"][0]["content"][0]
+    for source, said in (
+        ({"type": "file", "file_id": "f"}, "a source of the type base64 or url"),
+        ({"type": "base64", "media_type": "image/tiff", "data": "aa"}, "media_type"),
+    ):
+        block["source"] = source
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and said in error_of(answer), answer.text
+    block["source"] = {"type": "url", "url": DATA}
+    assert client.post(path, json=body).status_code == 200
+
+
 def test_nothing_is_fetched_for_a_request_that_is_wrong(client, site, url) -> None:
     path, body = chat(url, temperature=-1)
     assert client.post(path, json=body).status_code == 400
     path, body = chat(url)
     content = body["messages"][0]["content"]
-    sent = {"type": "image_url", "image_url": {"url": data_url(FILE)}}
+    sent = {"type": "image_url", "image_url": {"url": DATA}}
     body["messages"][0]["content"] = [*content[:1] * 2, sent, sent]
     answer = client.post(path, json=body)
-    assert answer.status_code == 400 and "more than 3 images" in error_of(answer)
-    body["messages"][0] = {"role": "system", "content": content}
-    assert "goes with the role user" in error_of(client.post(path, json=body))
+    assert answer.status_code == 400 and "more than 3 images; at most 3" in error_of(answer)
+    assert answer.json()["error"]["code"] == "invalid_image"
+    for path, body in (chat(url), responses(url)):
+        body["messages" if "messages" in body else "input"][0]["role"] = "system"
+        assert "goes with the role user" in error_of(client.post(path, json=body))
     assert site.asked == []
 
 
 def test_the_same_address_is_fetched_once_and_its_bytes_count_as_often_as_it_occurs(
-    client, site, url
+    client, site, url, server
 ) -> None:
     path, body = chat(url)
     body["messages"][0]["content"] *= 3
     assert client.post(path, json=body).status_code == 200
     assert len(site.asked) == 1
     site.act = shows(b"x" * 10_001)
-    answer = client.post(path, json=body)
+    state = server.server.state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "settings", replace(state.settings, max_body_bytes=30_000))
+        answer = client.post(path, json=body)
     assert answer.status_code == 400 and "more than 30,000 bytes" in error_of(answer)
 
 
@@ -158,44 +215,49 @@ def test_a_client_that_leaves_ends_the_download(server, site, url) -> None:
     assert not site.asked or site.gone.wait(60)
 
 
-def test_streams_counts_and_plans_fetch_images_too(client, engine, url) -> None:
-    path, body = chat(url, stream=True, temperature=0)
+def test_streams_counts_plans_and_explanations_know_images(client, engine, image) -> None:
+    given = image(FILE)
+    path, body = chat(given, stream=True, temperature=0)
     answer = client.post(path, json=body)
     assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
-    path, body = APIS["anthropic"](url)
+    path, body = anthropic(given)
     del body["max_tokens"]
     count = client.post(f"{path}/count_tokens", json=body).json()["input_tokens"]
-    assert count == len(engine.encode(about(IMAGE, QUESTION)))
-    plan = client.post("/kvboost/plan", json=chat(url)[1])
-    assert plan.status_code == 200 and plan.json()["exact_tokens"] > 60
+    assert count == len(engine.encode(EXPECTED))
+    plan = client.post("/kvboost/plan", json=chat(given)[1])
+    assert plan.status_code == 200 and plan.json()["exact_tokens"] > 60, plan.text
+    path, body = chat(given, kvboost={"explain": True})
+    assert client.post(path, json=body).json()["kvboost"]["spans"]
 
 
-def test_a_kept_response_has_the_image_itself(client, site, url) -> None:
-    path, body = responses(url, store=True)
+def test_a_kept_response_goes_on_from_the_image_itself(client, engine, image) -> None:
+    path, body = responses(image(FILE), store=True)
     first = client.post(path, json=body).json()
+    seen = engine._model.vision.num_images
     more = {"model": "m", "input": "And now?", "previous_response_id": first["id"]}
     second = client.post(path, json={**more, "max_output_tokens": 4})
-    assert second.status_code == 200 and len(site.asked) == 1
+    assert second.status_code == 200 and engine._model.vision.num_images == seen
     items = client.get(f"{path}/{second.json()['id']}/input_items").json()["data"]
     images = [part for item in items for part in item["content"] if part["type"] == "input_image"]
-    assert [image["image_url"] for image in images] == [data_url(FILE)]
+    assert [one["image_url"] for one in images] == [DATA]
 
 
-def test_downloads_are_counted(client, url) -> None:
-    path, body = chat(url)
-    assert client.post(path, json=body).status_code == 200
-    counted = client.get("/metrics").text
-    assert 'kvboost_image_fetches_total{outcome="fetched"}' in counted
+def test_rows_of_images_as_token_ids_are_refused(client, engine) -> None:
+    ids = engine.encode(EXPECTED)
+    answer = client.post("/v1/completions", json={"model": "m", "prompt": ids, "max_tokens": 2})
+    assert answer.status_code == 400 and "that was not given" in error_of(answer)
 
 
 def test_a_running_server_takes_over_other_hosts(server, client, site, url) -> None:
     state = server.server.state
-    path, body = chat(url)
     hosts = state.settings.image_hosts
     assert state.reload(replace(state.settings, image_hosts=())) == ["image_hosts"]
-    answer = client.post(path, json=body)
-    assert answer.status_code == 400 and "its operator allows hosts (--image-host)" in answer.text
+    for path, body in (chat(url), anthropic(url), chat("/etc/passwd")):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and "must be a data URL" in answer.text
+        assert "its operator allows hosts (--image-host)" in answer.text
     assert state.reload(replace(state.settings, image_hosts=hosts)) == ["image_hosts"]
+    path, body = chat(url)
     assert client.post(path, json=body).status_code == 200 and len(site.asked) == 1
 
 

@@ -10,9 +10,6 @@ import pytest
 from kvboost.errors import QueueFullError
 from kvboost.serve.ollama.replies import OllamaChatReply, OllamaErrorReply, OllamaGenerateReply
 from kvboost.serve.settings import ApiKey
-from support.fake_engine import FakeEngine
-from support.live_server import live_server
-from support.routed import CLIENT
 
 FUNCTION = {
     "name": "weather",
@@ -74,17 +71,6 @@ def test_a_stream_has_an_object_per_line_and_the_counts_in_the_last(client) -> N
     assert [one["done"] for one in pieces] == [False, False] and "eval_count" not in pieces[0]
     said = OllamaChatReply.model_validate(last)
     assert said.done and said.message.content == "" and said.eval_count == 2
-
-
-def test_a_stream_over_a_socket_comes_piece_by_piece() -> None:
-    engine = FakeEngine(("Hel", None))  # the second piece never comes
-    asked = {"model": "fake", "messages": ASK}
-    with (
-        live_server(engine) as server,
-        CLIENT.stream("POST", f"{server.url}/api/chat", json=asked) as answer,
-    ):
-        first = next(answer.iter_lines())
-    assert json.loads(first)["message"]["content"] == "Hel"
 
 
 @pytest.mark.usefixtures("calls")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
 from kvboost import KVBoost
-from support.chat_templates import QWEN, tokenizer_with
-from support.tiny import tiny_model
 
 WEATHER: Any = {
     "type": "function",
@@ -30,13 +26,6 @@ OPTIONS: Any = {"model": "tiny", "seed": 3, "chat_template_kwargs": {"enable_thi
 
 class City(BaseModel):
     name: Literal["Rome", "Oslo"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[KVBoost]:
-    model = tiny_model("llama", max_position_embeddings=4096)
-    with KVBoost.from_model(model, tokenizer_with(QWEN)) as engine:
-        yield engine
 
 
 def create(client: OpenAI, **given: Any) -> Any:

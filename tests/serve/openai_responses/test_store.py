@@ -14,13 +14,6 @@ from kvboost.serve.schema.chat import Message
 from kvboost.serve.settings import ServerSettings
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def stored(name: str, size: int = 1) -> StoredResponse:
     return StoredResponse({"id": name}, (), 0, size)
 
@@ -37,26 +30,26 @@ def kept(store: StoredResponses, names: Iterable[str], tenant: str = "a") -> str
 
 
 def test_responses_end() -> None:
-    clock = Clock()
-    store = StoredResponses(ServerSettings(stored_response_seconds=10), clock)
+    now = [0.0]
+    store = StoredResponses(ServerSettings(stored_response_seconds=10), lambda: now[0])
     store.add("a", stored("x"))
-    clock.now = 5
+    now[0] = 5
     store.add("a", stored("y"))
     assert kept(store, "xy") == "xy" and kept(store, "xy", "b") == ""
-    clock.now = 10
+    now[0] = 10
     assert kept(store, "xy") == "y"
-    clock.now = 15
+    now[0] = 15
     assert kept(store, "xy") == ""
 
 
 def test_responses_end_also_if_their_tenant_sends_nothing_more() -> None:
-    clock = Clock()
-    store = StoredResponses(ServerSettings(stored_response_seconds=10), clock)
+    now = [0.0]
+    store = StoredResponses(ServerSettings(stored_response_seconds=10), lambda: now[0])
     response = stored("x")
     store.add("a", response)
     found = ref(response)
     del response
-    clock.now = 10
+    now[0] = 10
     assert kept(store, "y", "b") == ""
     gc.collect()
     assert found() is None

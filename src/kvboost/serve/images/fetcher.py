@@ -10,8 +10,8 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -136,7 +136,7 @@ class ImageFetcher:
         self._trusted = httpx.create_ssl_context()
         """The authorities of certifi, or those in ``SSL_CERT_FILE``."""
         self._own_loop = _OwnLoop("kvboost-images")
-        self._resolvers = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kvboost-resolver")
+        self._lookups = asyncio.Semaphore(MAX_FETCHES)
         self._places = asyncio.Semaphore(MAX_FETCHES)
         self._of_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -160,7 +160,6 @@ class ImageFetcher:
     def close(self) -> None:
         """Ends all downloads."""
         self._own_loop.close()
-        self._resolvers.shutdown(wait=False, cancel_futures=True)
 
     async def _fetch(
         self, urls: Mapping[str, int], limits: _Limits, tenant: str, request_id: str
@@ -255,9 +254,8 @@ class ImageFetcher:
         if url.ip is not None:
             found: Sequence[IPAddress] = [url.ip]
         else:
-            loop = asyncio.get_running_loop()
             try:
-                found = await loop.run_in_executor(self._resolvers, self._resolve, url.host)
+                found = await self._look_up(url.host)
             except (OSError, UnicodeError) as error:
                 reason = f"{url.host} has no IP address: {error}"
                 raise FetchError(_UNREACHED, reason) from None
@@ -267,6 +265,24 @@ class ImageFetcher:
             reason = f"{url.host} is {told}, which is not public; --image-host would allow it"
             raise FetchError(_UNREACHED, reason)
         return allowed
+
+    async def _look_up(self, name: str) -> Sequence[IPAddress]:
+        """The IP addresses of a name. Its thread may be stuck while no name server answers, and the
+        end of the process does not wait for it."""
+        await self._lookups.acquire()
+        loop, found = asyncio.get_running_loop(), Future[Sequence[IPAddress]]()
+        found.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+
+        def work() -> None:
+            try:
+                found.set_result(self._resolve(name))
+            except Exception as error:
+                found.set_exception(error)
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._lookups.release)
+
+        threading.Thread(target=work, name="kvboost-resolver", daemon=True).start()
+        return await asyncio.wrap_future(found)
 
 
 def _request(url: RemoteUrl, ip: IPAddress) -> httpx.Request:

@@ -23,7 +23,7 @@ from kvboost.serve.embedder import Vectors
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
 from kvboost.serve.remote.link import Link
-from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.structured.formats import grammar_for
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import ImageReader, ReadPrompt
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
@@ -140,11 +140,8 @@ class RemoteEngine:
         return answer_options(self._tokenizer, self._grammars, prompt_ids, use, options)
 
     def compile_format(self, options: Mapping[str, Any]) -> str | None:
-        grammar = grammar_for(options)
-        if grammar is None:
-            return None
-        option = next(name for name in FORMATS if options.get(name) is not None)
-        return self._grammars.compile(grammar, option)
+        found = grammar_for(options)
+        return None if found is None else self._grammars.compile(*found)
 
     # Answers.
 

@@ -79,9 +79,13 @@ def chat_call(
     ``format_field`` asks for a format."""
     prompt = chat_prompt(server, caller, body)
     call = engine_call(server, caller, body, [prompt.conversation])
+    field = call.format_field and (format_field or call.format_field)
+    call = _retained(server, call, body, prompt.conversation)
+    if field is not None and body.use.is_forced:
+        call = replace(call, notes=[*call.notes, f"{field} has no effect: the answer is a call"])
     return replace(
-        _retained(server, call, body, prompt.conversation),
-        format_field=call.format_field and (format_field or call.format_field),
+        call,
+        format_field=field,
         documents=prompt.documents,
         size=sum(map(len, prompt.documents)),
         applied_edits=prompt.applied_edits,

@@ -1,6 +1,7 @@
 // The fields for a JSON schema and for tools.
 
 import { byId } from "./dom.js";
+import { isObject } from "./stored.js";
 
 const SCHEMA = schemaOf({
   name: { type: "string", maxLength: 40 },
@@ -86,10 +87,6 @@ function parsed(name, isRight, wanted) {
   }
   if (!isRight(value)) throw complain(name, `Not right: ${wanted}`);
   return value;
-}
-
-function isObject(value) {
-  return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
 function complain(name, message) {

@@ -37,7 +37,7 @@ function list(read, most) {
   return (value) => (Array.isArray(value) && value.length <= most ? value.map(read) : wrong());
 }
 
-function isObject(value) {
+export function isObject(value) {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
