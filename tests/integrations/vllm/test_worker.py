@@ -272,3 +272,16 @@ def test_states_on_the_way_are_let_go(connector: Any) -> None:
     first, last = worker._held["a"]
     assert not states_of(first.data) and len(states_of(last.data)) == 1
     worker._thread.shutdown()
+
+
+def test_layers_of_one_number_are_in_the_order_of_their_names(connector: Any) -> None:
+    """As in models whose draft layers count from 0 again: each rank must find the same order."""
+    names = tuple(f"{at}.mixer" for at in ("model.1", "model.10", "draft.1", "model.2"))
+    groups = Groups((None, None), (("model.0.attn",), names), with_states=(1,))
+    worker = connector.Worker(None, Options.parse({}), None, groups)
+    layers = {
+        name: SimpleNamespace(kv_cache=[torch.full((BLOCKS, 2), float(number))])
+        for number, name in enumerate(names)
+    }
+    (found,) = worker._find_states(layers).read(((), (3,)), 0)
+    assert found[:, 0].tolist() == [2, 0, 3, 1]

@@ -130,7 +130,8 @@ class Catalogue:
         where: Where,
     ) -> bool:
         """Whether an early match still holds: every chunk is where it was, and those added since
-        neither make the exact prefix longer nor have text that is not covered yet."""
+        neither make the exact prefix longer nor have text that is not covered yet. An
+        approximate continuation shorter than a window may be overlooked: its rows are computed."""
         known = early.known
         if early.newest != self.newest:
             gaps = known.gaps(moved_before, self._window)
