@@ -78,7 +78,7 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
         insert_all(index, ids)
     while len(index):
         keys = list(index.nodes)
-        key = data.draw(st.sampled_from([key for key in keys if not index.has_children(key)]))
+        key = data.draw(st.sampled_from([key for key in keys if not index.num_children(key)]))
         index.remove(key)
         assert key not in index
     assert index._children == {}

@@ -222,10 +222,6 @@ class Catalogue:
             row, fork = row + match.num_tokens, match.key
         return found
 
-    def is_leaf(self, key: ChunkKey) -> bool:
-        """Whether no chunk continues this one."""
-        return not self._tree.has_children(key)
-
     def num_children(self, key: ChunkKey) -> int:
         """The number of chunks that continue this one."""
         return self._tree.num_children(key)
