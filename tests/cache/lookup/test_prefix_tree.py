@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,13 +90,3 @@ def test_a_match_may_end_inside_a_chunk_and_hashes_are_not_trusted() -> None:
     assert [match.num_tokens for match in path] == [4, 1]
     assert index.match(ROOT, as_token_ids([9])) == []
     assert index.match(root_key("model", "salt", "exact"), as_token_ids([1, 2])) == []
-
-
-def test_many_siblings_need_one_search() -> None:
-    index = PrefixTree()
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 50_000, (2_000, 16), dtype=np.int32)
-    for row in rows:
-        insert_all(index, [7, 7, *row.tolist()])
-    best = index.match(ROOT, as_token_ids([7, 7, *rows[1234].tolist()]))
-    assert sum(match.num_tokens for match in best) == 18
