@@ -129,7 +129,6 @@ def test_a_prompt_whose_rotation_depends_on_its_length_is_described_whole(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"mode": "turbo"}, "mode='turbo'"),
         ({"temprature": 1.0}, "unknown option 'temprature'"),
         ({"cache_salt": 5}, "cache_salt=5"),
