@@ -18,19 +18,18 @@ def no_loading(monkeypatch) -> None:
     monkeypatch.setattr("kvboost.runtime.loading.load", load)
 
 
-def test_a_misspelled_option_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'max_cache_bytes'"):
-        KVBoost.from_pretrained("no-such-model", max_cache_byte=1)
-
-
-def test_a_value_that_is_not_allowed_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="max_cache_bytes='lots'"):
-        KVBoost.from_pretrained("no-such-model", max_cache_bytes="lots")
-
-
-def test_an_option_of_09_names_its_replacement() -> None:
-    with pytest.raises(ConfigError, match=r"prefill_chunk_size was removed.*prefill_slice"):
-        KVBoost.from_pretrained("no-such-model", prefill_chunk_size=512)
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("max_cache_byte", 1, "did you mean 'max_cache_bytes'"),
+        ("max_cache_bytes", "lots", "max_cache_bytes='lots'"),
+        ("prefill_chunk_size", 512, r"prefill_chunk_size was removed.*prefill_slice"),
+        ("audit_fraction", 0.1, r"audit_fraction was removed in 1.0.*max_audit_kl"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_loaded(option, value, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVBoost.from_pretrained("no-such-model", **{option: value})
 
 
 def test_options_of_transformers_are_passed_on(monkeypatch) -> None:

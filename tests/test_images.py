@@ -299,9 +299,9 @@ def test_files_of_images_that_wait_to_be_healed_have_a_budget(
         )
         assert first.healing is not None and second.healing is not None
         assert [first.healing.status, second.healing.status] == ["dropped", "waiting"]
-        assert engine._runtime.idle_work._conversations.num_bytes > 0
+        assert engine._runtime.idle_work.conversations.num_bytes > 0
         engine.heal()
-        assert engine._runtime.idle_work._conversations.num_bytes == 0
+        assert engine._runtime.idle_work.conversations.num_bytes == 0
 
 
 @pytest.mark.parametrize("chunking", ("semantic", "document"))

@@ -154,14 +154,6 @@ def test_repair_brings_the_answer_closer(engine) -> None:
     assert distance(**ALL) < 1e-6
 
 
-def test_a_single_moved_chunk_is_repaired_too(engine) -> None:
-    engine.warm(PASSAGES[0])
-    result = engine.generate(
-        [*HEADER, *PASSAGES[0], *QUESTION], 1, recompute_strategy="query", recompute_ratio=0.1
-    )
-    assert result.moved_tokens == 40 and result.recomputed_tokens == 4
-
-
 def test_new_text_between_moved_passages_is_computed_and_not_probed(engine) -> None:
     for passage in PASSAGES[:2]:
         engine.warm([*HEADER, *passage])
@@ -174,12 +166,6 @@ def test_new_text_between_moved_passages_is_computed_and_not_probed(engine) -> N
     full = engine.score(prompt, [1, 2], BASELINE).logits
     moved = engine.score(prompt, [1, 2], MOVED, cache_salt="", **ALL).logits
     assert torch.allclose(full, moved, atol=1e-3)
-
-
-def test_the_last_rows_are_always_computed(engine) -> None:
-    engine.warm([*HEADER, *PASSAGES[0]])
-    result = engine.generate([*words(3, 30), *PASSAGES[0]], 1, **ALL)
-    assert result.spans[-1].kind is SpanKind.COMPUTE and result.spans[-1].num_tokens >= 16
 
 
 def test_prefix_mode_and_other_salts_never_see_moved_text(engine) -> None:

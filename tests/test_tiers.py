@@ -68,16 +68,6 @@ def test_memory_smaller_than_the_text_still_serves_it_from_disk(open_engine) -> 
     assert engine.generate(TEXT, 8, PREFIX).exact_tokens > 140
 
 
-def test_salts_are_kept_apart_on_disk(open_engine) -> None:
-    first = open_engine()
-    first.generate(TEXT, 1, cache_salt="ours")
-    first.close()
-    second = open_engine()
-    assert second.generate(TEXT, 1, cache_salt="theirs").cached_tokens == 0
-    assert second.generate(TEXT, 1).cached_tokens == 0
-    assert second.generate(TEXT, 1, cache_salt="ours").exact_tokens > 140
-
-
 def test_precisions_do_not_share(open_engine) -> None:
     first = open_engine(kv_cache_bits=8)
     first.generate(TEXT, 1)

@@ -17,6 +17,7 @@ from kvboost.cache.mixed import join_groups
 from kvboost.cache.quantize import KVData, Quantizer, plain
 from kvboost.tokens.hashing import branch_key, root_key
 from support.chunks import make_chunk
+from support.remote_stores import assert_same
 
 OTHER = root_key("another chunk", "")
 
@@ -52,17 +53,6 @@ def packed(bits: int) -> list[KVData]:
 
 
 HEADER = codec.read_header(codec.encode(make_chunk(range(5))))
-
-
-def assert_same(left: KVChunk, right: KVChunk) -> None:
-    assert left.data.tensors.keys() == right.data.tensors.keys()
-    for name, tensor in left.data.tensors.items():
-        assert tensor.dtype == right.data.tensors[name].dtype
-        assert torch.equal(tensor, right.data.tensors[name])
-    described = [
-        {**vars(chunk.info), "token_ids": chunk.info.token_ids.tolist()} for chunk in (left, right)
-    ]
-    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize("chunk", chunks(), ids=["32", "16", "8", "4", "mixed", "mixed 8"])

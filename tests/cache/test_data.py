@@ -11,6 +11,7 @@ import torch
 
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.data import ChunkData
+from kvboost.cache.mixed import with_states
 from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
@@ -200,3 +201,24 @@ def test_a_chunk_that_is_put_again_while_it_is_written_is_not_gone(
     data.put(chunks[:1])
     writing.join()
     assert not data.take_gone() and is_there(data, chunks[:1])
+
+
+@pytest.mark.parametrize("state_every", [None, 12])
+def test_a_chunk_with_states_costs_the_reading_up_to_the_next_ones(
+    state_every: int | None,
+) -> None:
+    """Without it, that of its own rows. What costs least leaves first."""
+    deep, shallow, last = (
+        make_chunk(
+            [number] * 4,
+            data=with_states(make_chunk([number] * 4).data, [torch.ones(2)]),
+            position=position,
+        )
+        for number, position in ((1, 12), (2, 0), (3, 12))
+    )
+    tiers = Tiers(RamTier(2 * deep.nbytes))
+    data = ChunkData(tiers, format=FORMAT, state_every=state_every)
+    for chunk in (deep, shallow, last):
+        data.put([chunk])
+    assert data.take_gone() == [deep.key if state_every is None else shallow.key]
+    data.close()

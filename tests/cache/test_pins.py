@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.pins import Pins
 from kvboost.errors import PinError
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
+from support.chunks import ROOT, make_chunk
 from support.clock import Clock
 
-ROOT = ChunkKey("00")
 IDS = as_token_ids(range(12))
 
 
@@ -26,19 +25,9 @@ class Text:
 
     def take(self, count: int) -> list[Hit]:
         for number in range(len(self.hits), count):
-            info = ChunkInfo(
-                key=ChunkKey(f"{self.name}{number}"),
-                parent=ROOT,
-                root=ROOT,
-                before=ROOT,
-                token_ids=IDS[4 * number : 4 * number + 4],
-                base_position=4 * number,
-                lineage=Lineage.EXACT,
-                bits=16,
-                nbytes=100,
-                origin=Origin("model", "model"),
-            )
-            self.hits.append(Hit(info, 4 * number, 4, tier="ram"))
+            start, key = 4 * number, f"{self.name}{number}"
+            info = make_chunk(IDS[start : start + 4], position=start, key=key).info
+            self.hits.append(Hit(replace(info, nbytes=100), start, 4, tier="ram"))
         return self.hits[:count]
 
 

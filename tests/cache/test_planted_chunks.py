@@ -12,10 +12,10 @@ import pytest
 
 from kvboost import GenerationMode
 from kvboost.cache import codec
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.folder import CacheFolder, Imported
 from kvboost.cache.lookup.catalogue import holding, preceding
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
+from support.chunks import make_chunk
 from support.planting import BAD_HEADERS, PROMPT, WRONG, chunk_files, plant, remote, rewrite
 
 PREFIX = GenerationMode.PREFIX_CACHE
@@ -149,18 +149,9 @@ def test_every_walk_along_before_and_parent_ends() -> None:
     # Two chunks before one another, and one before itself.
     links = {0: 1, 1: 0, 2: 2, 3: 2}
     infos = {
-        names[number]: ChunkInfo(
-            key=names[number],
-            parent=names[link],
-            before=names[link],
-            root=ChunkKey("f" * 32),
-            token_ids=as_token_ids([number]),
-            base_position=5 if number < 3 else 9,
-            lineage=Lineage.EXACT,
-            bits=16,
-            nbytes=1,
-            origin=Origin("model"),
-        )
+        names[number]: make_chunk(
+            [number], key=names[number], parent=names[link], position=5 if number < 3 else 9
+        ).info
         for number, link in links.items()
     }
     found: list[list[ChunkKey]] = []

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost import ForgetError, GenerationMode, KVBoost
+from kvboost import ForgetError, GenerationMode, KVBoost, SpanKind
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import open_remote
-from kvboost.results import ReuseReport
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.marks import SHARED
 from support.chunks import ROOT, chunk_store, packing
@@ -71,15 +70,7 @@ def remote(engine: KVBoost) -> dict[str, Any]:
 
 
 def moved_tiers(result: Any) -> set[str | None]:
-    return {span.tier for span in result.spans if span.kind.value == "moved"}
-
-
-def rows_moved(report: ReuseReport) -> int:
-    return sum(span.end - span.start for span in report.spans if span.kind.value == "moved")
-
-
-def integrity(engine: KVBoost) -> list[str]:
-    return engine.check_integrity()
+    return {span.tier for span in result.spans if span.kind is SpanKind.MOVED}
 
 
 def known_chunks(engine: KVBoost) -> int:
@@ -104,7 +95,7 @@ def test_a_fresh_engine_reuses_moved_text_that_another_has_read(open_engine, sec
     assert result.token_ids == expected.token_ids
     stats = remote(fresh)
     assert stats["searches"] == 1 and stats["found"] >= 3 and stats["hits"] >= 3
-    assert stats["faults"] == {} and integrity(fresh) == []
+    assert stats["faults"] == {} and fresh.check_integrity() == []
     again = fresh.generate(PASSAGE + " Once more, in memory.", 2)
     assert moved_tiers(again) == {"ram"}
 
@@ -118,7 +109,7 @@ def test_rows_from_another_machine_give_the_logits_of_rows_in_memory(open_engine
     read_once(open_engine, **options)
     scored = open_engine(**options).score(ASKED, [1, 2, 3])
     assert {span.tier for span in scored.reuse.spans} == {"remote", None}
-    assert rows_moved(scored.reuse) == rows_moved(expected.reuse) > 130
+    assert scored.reuse.count(SpanKind.MOVED) == expected.reuse.count(SpanKind.MOVED) > 130
     assert torch.equal(scored.logits, expected.logits)
 
 
@@ -166,7 +157,7 @@ def test_what_is_found_and_not_fetched_is_dropped(open_engine) -> None:
     engine = open_engine()
     report = engine.plan(ASKED)
     assert {span.tier for span in report.spans} == {"remote", None}
-    assert known_chunks(engine) == 0 and integrity(engine) == []
+    assert known_chunks(engine) == 0 and engine.check_integrity() == []
     assert remote(engine)["found"] >= 3 and remote(engine)["hits"] == 0
 
 
@@ -215,11 +206,6 @@ def test_forgetting_another_text_leaves_moved_text_in_the_remote_store(open_engi
     assert before and set(server.client.keys("kvboost:1:chunk:*")) >= before
 
 
-def poison(server: RedisServer, keys: list[str]) -> None:
-    for name in marks_in(server):
-        server.client.set(name, "".join(keys)[:128])
-
-
 @pytest.mark.parametrize("kind", ["other text", "other tenant", "other model", "garbage"])
 def test_poisoned_marks_never_change_an_answer(open_engine, server, kind: str) -> None:
     expected = open_engine().generate(ASKED, 8, GenerationMode.BASELINE).token_ids
@@ -231,7 +217,9 @@ def test_poisoned_marks_never_change_an_answer(open_engine, server, kind: str) -
         read_once(open_engine, other, salt="tenant" if kind == "other tenant" else "")
     keys = [name.decode()[-32:] for name in server.client.keys("kvboost:1:chunk:*")]
     read_once(open_engine)
-    poison(server, ["z" * 128] if kind == "garbage" else keys)
+    planted = "z" * 128 if kind == "garbage" else "".join(keys)[:128]
+    for name in marks_in(server):
+        server.client.set(name, planted)
     engine = open_engine()
     result = engine.generate(ASKED, 8)
     assert result.cached_tokens == 0 and result.token_ids == expected
@@ -241,7 +229,7 @@ def test_poisoned_marks_never_change_an_answer(open_engine, server, kind: str) -
 
 def integrity_chunks(engine: KVBoost) -> int:
     """Chunks in memory, after a check of the books."""
-    assert integrity(engine) == []
+    assert engine.check_integrity() == []
     return int(engine.cache_stats()["tiers"]["ram"]["chunks"])
 
 
@@ -289,7 +277,7 @@ def test_a_server_that_dies_costs_time_and_nothing_else(
     result = engine.generate(ASKED, 8)
     assert result.cached_tokens == 0 and result.token_ids == expected
     assert remote(engine)["faults"]["unreachable"] >= 1
-    assert integrity(engine) == []
+    assert engine.check_integrity() == []
 
 
 def test_forgetting_without_the_server_says_that_something_may_be_left(

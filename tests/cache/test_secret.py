@@ -40,12 +40,12 @@ def fill(open_engine: Callable[..., KVBoost], **options: object) -> list[int]:
         return engine.generate(PROMPT, 8, GenerationMode.BASELINE).token_ids
 
 
-def edit(path: Path, **fields: str) -> None:
-    """Changes the header of a file and nothing else."""
+def edit(path: Path, rows: torch.Tensor | None = None, **fields: str) -> None:
+    """Changes a file as one can without the secret: its signature is that of before."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() | fields
-    path.write_bytes(save(tensors, metadata))
+    path.write_bytes(save(tensors if rows is None else {"kv": rows}, metadata))
 
 
 def signed(secret: Secret) -> KVChunk:
@@ -108,10 +108,14 @@ def test_rows_that_were_exchanged_are_noticed(open_engine, tmp_path) -> None:
     """Without the secret nothing shows that the numbers are not the model's."""
     for secret, faults in ((None, {}), (OURS, {"corrupt": 1})):
         expected = fill(open_engine, cache_secret=secret)
-        paths = {codec_info(path, secret).base_position: path for path in files(tmp_path)}
-        chunk = codec.read_file(paths[64], secret=secret and Secret(secret))
+        opening = None if secret is None else Secret(secret)
+        chunks = {path: codec.read_file(path, secret=opening) for path in files(tmp_path)}
+        path, chunk = next(one for one in chunks.items() if one[1].info.base_position == 64)
         rows = torch.rand_like(chunk.data.tensors["kv"])
-        paths[64].write_bytes(forged(paths[64], rows, secret))
+        if secret is None:
+            path.write_bytes(codec.encode(KVChunk(chunk.info, plain(rows))))
+        else:
+            edit(path, rows)
         engine = open_engine(cache_secret=secret)
         answer = engine.generate(PROMPT, 8, PREFIX).token_ids
         assert disk(engine)["faults"] == faults
@@ -122,19 +126,6 @@ def test_rows_that_were_exchanged_are_noticed(open_engine, tmp_path) -> None:
 
 def files(tmp_path: Path) -> list[Path]:
     return chunk_files(tmp_path / "kv")
-
-
-def codec_info(path: Path, secret: str | None):
-    return codec.info(codec.read_header(path.read_bytes()), Secret(secret) if secret else None)
-
-
-def forged(path: Path, rows: torch.Tensor, secret: str | None) -> bytes:
-    """The same header over other rows, as well as someone without the secret can make it."""
-    if secret is None:
-        chunk = codec.read_file(path)
-        return codec.encode(KVChunk(chunk.info, plain(rows)))
-    with safe_open(path, framework="pt") as file:
-        return save({"kv": rows}, file.metadata())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -192,21 +191,6 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 
 @settings(max_examples=30)
-@given(texts, st.integers(0, 40), st.integers(1, 8))
-def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
-    prompts, max_rows, max_chunks
-) -> None:
-    store = make_store(max_rows, max_chunks)
-    for ids in prompts:
-        check_hit(store, ids)
-        admit(store, ids)
-        stats = store.stats()
-        assert stats.tiers["ram"].nbytes <= max_rows * ROW_BYTES
-        assert stats.chunks <= max_chunks
-        assert store.check_integrity() == []
-
-
-@settings(max_examples=30)
 @given(texts, texts, st.lists(st.integers(0, 2), min_size=1, max_size=20))
 def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids) -> None:
     """Whatever is admitted and evicted between the two."""
@@ -256,34 +240,6 @@ def test_an_early_lookup_holds_until_something_better_comes_or_a_chunk_goes() ->
     store, holds = find_early()
     store.forget(ROOT)
     assert not holds()
-
-
-def test_many_threads_at_once() -> None:
-    """Hits stay right, budgets hold, identical admissions store once, nothing stays pinned."""
-    store = make_store(max_rows=60)
-    failures: list[BaseException] = []
-    over_budget = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            for _ in range(150):
-                ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
-                check_hit(store, ids)
-                admit(store, ids)
-                over_budget.append(ram(store).nbytes > 60 * ROW_BYTES)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert not any(over_budget)
-    assert store.stats().in_use == 0
-    assert store.check_integrity() == []
 
 
 def test_identical_concurrent_admissions_store_once() -> None:

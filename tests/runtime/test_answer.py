@@ -42,7 +42,8 @@ def test_a_stop_token_ends_the_answer_and_is_shown_only_if_asked_for(engine) -> 
 def test_a_stop_string_is_the_end_of_the_text_if_asked_for(engine) -> None:
     _, text = both(engine, ignore_eos=True)
     stop = text[4:6]
-    _, without = both(engine, ignore_eos=True, stop=stop)
+    ids, without = both(engine, ignore_eos=True, stop=stop)
+    assert len(ids) < 20
     _, included = both(engine, ignore_eos=True, stop=stop, include_stop=True)
     assert included == without + stop == text[: text.index(stop) + len(stop)]
 
@@ -127,7 +128,12 @@ def test_a_prompt_whose_rotation_depends_on_its_length_is_described_whole(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_new_tokens": 21}, "min_new_tokens=21"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"mode": "turbo"}, "mode='turbo'"),
+        ({"temprature": 1.0}, "unknown option 'temprature'"),
+        ({"cache_salt": 5}, "cache_salt=5"),
+        ({"top_p": 2.0}, "top_p=2.0"),
+        ({"min_new_tokens": 65}, "min_new_tokens=65"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids"),
         ({"allowed_token_ids": []}, "allows no token at all"),
         ({"bad_words": [""]}, "bad_words"),
@@ -136,9 +142,9 @@ def test_a_prompt_whose_rotation_depends_on_its_length_is_described_whole(
         ({"end_ids": [3]}, "unknown option 'end_ids'"),
     ],
 )
-def test_mistakes_are_named(engine, options, message) -> None:
+def test_mistakes_are_named_at_the_call(engine, options, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        engine.generate(TEXT, 20, **options)
+        engine.stream(TEXT, **options)
 
 
 def test_an_answer_goes_on_where_the_rules_leave_no_token(engine) -> None:

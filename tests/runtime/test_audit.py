@@ -151,8 +151,3 @@ def test_answers_that_are_close_enough_leave_it() -> None:
 def test_an_alarm_that_could_do_nothing_is_refused(config, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(tiny_model("llama"), **config)
-
-
-def test_the_sampled_audit_of_earlier_versions_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"audit_fraction was removed in 1.0.*max_audit_kl"):
-        KVBoost.from_pretrained("smollm2-135m", audit_fraction=0.1)  # type: ignore[call-arg]

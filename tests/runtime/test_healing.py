@@ -376,7 +376,7 @@ def test_a_request_of_the_loop_does_not_wait_for_healing(engine, monkeypatch) ->
     assert listener.ended.wait(300)
     assert engine.heal().waiting == 0
     check_order(events)
-    assert result.healing.status == "done"
+    assert result.healing.status == "done" and result.healing.audit is not None
     assert num_exact(engine, [*prompt_of([3, 1]), *result.token_ids]) == result.prompt_tokens + 3
 
 

@@ -359,7 +359,9 @@ def test_a_cancelled_request_keeps_only_computed_rows(
         with engine.stream(prompt, 40, EXACT, ignore_eos=True) as stream:
             for _ in range(3):
                 next(stream)
+        assert stream.result.finish_reason == "cancelled"
         said = stream.result.token_ids
+    assert engine.cache_stats()["in_use"] == 0
     goes_on = [*prompt, *said, *TEXT[900:910]]
     full = engine.score(goes_on, [1, 2], GenerationMode.BASELINE)
     ours = engine.score(goes_on, [1, 2], EXACT)

@@ -184,7 +184,7 @@ class Holdings:
         path = self.match(root, token_ids).exact
         exact = token_ids[: path[-1].end] if path else token_ids[:0]
         for key in self.catalogue.superseded(root, exact, repair):
-            if self.catalogue.is_leaf(key) and key not in self.in_use:
+            if not self.catalogue.num_children(key) and key not in self.in_use:
                 self.drop([key])
                 dropped.append(key)
         self.settle_pins()  # onto the exact rows

@@ -93,12 +93,11 @@ class Index:
         token_ids: TokenIds,
         *,
         boundaries: Sequence[int] = (),
-        tier: str = "ram",
     ) -> tuple[list[ChunkInfo], list[ChunkKey]]:
         """The chunks to be stored so that ``token_ids``, exact rows that begin a sequence, are
-        known, parents first, and those that they replace. They count as stored in ``tier`` from now
-        on. Of a model with states, the last chunk is stored with those after its last row; if it
-        was stored without, it is both new and replaced."""
+        known, parents first, and those that they replace. They count as stored in RAM from now on.
+        Of a model with states, the last chunk is stored with those after its last row; if it was
+        stored without, it is both new and replaced."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         order = sortable(token_ids)
@@ -120,7 +119,7 @@ class Index:
             new.append(info)
         # Together: no two of them have the same parent, so none was looked for among them.
         self._catalogue.add(*(info for info in new if info.key not in self._catalogue))
-        self._tiers |= dict.fromkeys((info.key for info in new), tier)
+        self._tiers |= dict.fromkeys((info.key for info in new), "ram")
         return new, replaced
 
     def _replaced_by(self, info: ChunkInfo) -> list[ChunkKey]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from kvboost.checks.engine import Engine
 from kvboost.config import (
     WITHOUT_RATIO,
     GenerationMode,
@@ -16,7 +16,6 @@ from kvboost.progress import Progress
 from kvboost.results import (
     Calibration,
     CalibrationStep,
-    GenerationResult,
     Score,
     SpanKind,
     kl_divergence,
@@ -25,25 +24,6 @@ from kvboost.tokens.prompt import Prompt
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ANSWER_TOKENS = 16
-
-
-class Engine(Protocol):
-    """The part of an engine that calibration uses: its public face."""
-
-    def generate(
-        self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool
-    ) -> GenerationResult: ...
-
-    def score(
-        self,
-        prompt: Prompt,
-        continuation: Sequence[int],
-        mode: GenerationMode,
-        *,
-        cache_salt: str,
-        recompute_ratio: float,
-        reuse_moved: str,
-    ) -> Score: ...
 
 
 def calibrate(

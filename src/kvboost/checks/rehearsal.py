@@ -10,14 +10,11 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
 
+from kvboost.checks.engine import Engine
 from kvboost.config import GenerationMode
 from kvboost.errors import ForgetError, KVBoostError
 from kvboost.runtime.options import RequestOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logging.getLogger("kvboost")
 
@@ -34,30 +31,6 @@ OPTIONS: RequestOptions = {
     "speculate": "off",  # what random tokens teach about drafts would be wrong
     "heal": "off",
 }
-
-
-class Engine(Protocol):
-    """The part of an engine that a rehearsal uses: its public face."""
-
-    @property
-    def context_length(self) -> int | None: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def generate(
-        self, prompt: list[int], max_new_tokens: int, **options: Unpack[RequestOptions]
-    ) -> object: ...
-
-    def generate_batch(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        mode: GenerationMode,
-        **options: Unpack[RequestOptions],
-    ) -> object: ...
-
-    def forget_salt(self, cache_salt: str) -> object: ...
 
 
 def rehearse(engine: Engine, max_running: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
+from kvboost.checks.engine import Engine
 from kvboost.config import GenerationMode
 from kvboost.errors import ForgetError
-from kvboost.results import GenerationResult, Score, VerificationReport, kl_divergence
+from kvboost.results import VerificationReport, kl_divergence
 
 PASSAGE = """\
 The lighthouse at Corran Point was built in 1874 after three ships were lost in one winter. Its
@@ -30,39 +30,6 @@ QUESTIONS = (
     "Question: Who wrote down the weather, and for how long?\nAnswer:",
     "Question: What did the fishermen say about the electric lamp?\nAnswer:",
 )
-
-
-class Engine(Protocol):
-    """The part of an engine that verification uses: its public face."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def context_length(self) -> int | None: ...
-
-    def encode(self, prompt: str) -> list[int]: ...
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        mode: GenerationMode,
-        *,
-        cache_salt: str,
-        ignore_eos: bool,
-    ) -> GenerationResult: ...
-
-    def score(
-        self,
-        prompt: Sequence[int],
-        continuation: Sequence[int],
-        mode: GenerationMode,
-        *,
-        cache_salt: str,
-    ) -> Score: ...
-
-    def forget_salt(self, cache_salt: str) -> int: ...
 
 
 def verify(engine: Engine, max_new_tokens: int) -> VerificationReport:

@@ -89,12 +89,9 @@ class Adapters:
         self._leave_memory(found.adapter)
         return found.info
 
-    def get(self, name: str) -> Adapter:
-        return self._get(name).adapter
-
     def applied(self, name: str | None, token_ids: TokenIds) -> AppliedAdapter | None:
         """The adapter ``name`` as it applies to a prompt; None if no adapter is named."""
-        return None if name is None else self.get(name).applied_to(token_ids)
+        return None if name is None else self._get(name).adapter.applied_to(token_ids)
 
     def infos(self) -> dict[str, AdapterInfo]:
         with self._lock:

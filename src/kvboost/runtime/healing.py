@@ -133,7 +133,7 @@ class Healer:
         counts, seconds = self._queue.counts.copy(), self._seconds
         healed, seen = counts["healed_tokens"], counts["approximate_tokens"]
         return {
-            "waiting": self._queue.num_conversations,
+            "waiting": len(self._queue.conversations),
             "healed": counts["done"],
             "interrupted": counts["interrupted"],
             "replaced": counts["replaced"],
@@ -148,7 +148,7 @@ class Healer:
             "tokens_per_second": counts["computed_tokens"] / seconds if seconds else None,
             "readings": counts["readings done"],
             "readings_tokens": counts["readings computed_tokens"],
-            "readings_waiting": self._queue.num_readings,
+            "readings_waiting": len(self._queue.readings),
             "readings_interrupted": counts["readings interrupted"],
             "readings_dropped": counts["readings dropped"],
             "readings_failed": counts["readings failed"],
@@ -159,7 +159,7 @@ class Healer:
         they were healed."""
         return {
             **self._audit.stats(),
-            "waiting": self._queue.num_conversations,
+            "waiting": len(self._queue.conversations),
             "replaced": self._queue.counts["replaced"],
             "max_audit_kl": self._max_kl,
         }
@@ -203,7 +203,7 @@ class Healer:
             return False
         if not isinstance(one, Reading) or runtime.store.used_share <= MOST_READ_SHARE:
             return True
-        if not self._queue.num_readings:  # the last one speaks for all
+        if not len(self._queue.readings):  # the last one speaks for all
             log.info("half of the cache is taken: documents are read in no further contexts")
         return False
 

@@ -221,8 +221,8 @@ class IdleQueue:
     collector may end one in a thread that holds any of ours."""
 
     def __init__(self) -> None:
-        self._conversations = Line[Unhealed]()
-        self._readings = Line[Reading]()
+        self.conversations = Line[Unhealed]()
+        self.readings = Line[Reading]()
         self._numbers = itertools.count()
         self._holds: set[object] = set()
         self._lock = threading.Lock()
@@ -233,17 +233,7 @@ class IdleQueue:
         """Called after a conversation was healed while it answered, without a lock."""
 
     def __len__(self) -> int:
-        return len(self._conversations) + len(self._readings)
-
-    @property
-    def num_conversations(self) -> int:
-        """How many conversations wait to be healed."""
-        return len(self._conversations)
-
-    @property
-    def num_readings(self) -> int:
-        """How many documents wait to be read."""
-        return len(self._readings)
+        return len(self.conversations) + len(self.readings)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -290,7 +280,7 @@ class IdleQueue:
             Trail(ids, min(num_rows, len(request.token_ids))),
         )
         state.recorded.clear()
-        line = self._conversations
+        line = self.conversations
         with self._lock:
             line.add(one)
             self.counts["approximate_tokens"] += one.healing.approximate_tokens
@@ -304,7 +294,7 @@ class IdleQueue:
     def add_reading(self, request: Request, epoch: int) -> bool:
         """Takes in a document that ``request`` reads, unless too many wait. It is read when no
         conversation is to be healed."""
-        one, line = Reading(request, epoch, next(self._numbers)), self._readings
+        one, line = Reading(request, epoch, next(self._numbers)), self.readings
         with self._lock:
             if line.num_tokens + one.num_rows > MOST_READ_TOKENS and len(line):
                 return False
@@ -328,19 +318,19 @@ class IdleQueue:
         """The conversation that was used last, or the document that has waited longest if there is
         none. Give it back with ``put_back`` or ``finish`` it."""
         with self._lock:
-            if len(self._conversations):
-                return self._conversations.take(newest=True)
-            return self._readings.take() if len(self._readings) else None
+            if len(self.conversations):
+                return self.conversations.take(newest=True)
+            return self.readings.take() if len(self.readings) else None
 
     def put_back(self, one: IdleWork) -> None:
         """A request has interrupted it. It waits on, unless turns that go on from it have come."""
         with self._lock:
             self._count(one, "interrupted")
             if isinstance(one, Reading):
-                self._readings.add(one)
+                self.readings.add(one)
             elif isinstance(one, Unhealed):
-                later = [other for other in self._conversations if other.number > one.number]
-                self._conversations.add(one)
+                later = [other for other in self.conversations if other.number > one.number]
+                self.conversations.add(one)
                 for other in later:
                     if one.healing.status == "waiting":
                         self._replace(other.request, other.request.token_ids, [one])
@@ -357,7 +347,7 @@ class IdleQueue:
     def clear(self) -> None:
         """Drops everything."""
         with self._lock:
-            for line in (self._conversations, self._readings):
+            for line in (self.conversations, self.readings):
                 while len(line):
                     self._finish(line.take(), "dropped")
 
@@ -366,7 +356,7 @@ class IdleQueue:
     ) -> None:
         """Ends the healing of those of ``turns`` that ``ids``, a turn that ``request`` asked for,
         goes on from; of all that wait by default. What it computes for ``ids`` is of more use."""
-        line = self._conversations
+        line = self.conversations
         same = [
             one
             for one in (line if turns is None else turns)

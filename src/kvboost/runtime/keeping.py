@@ -85,7 +85,7 @@ class Keeping:
         runtime, request, state = self._runtime, self._request, self._state
         if self._keeps_rows and request.speculate != "off":
             root = runtime.root_of(request)
-            runtime.speculation.remember(root, self._token_ids, state.epoch)
+            runtime.speculation.texts.add(root, self._token_ids, state.epoch)
 
     def leave_to_healing(self, healing: StepHealing | None) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""

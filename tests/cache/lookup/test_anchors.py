@@ -160,7 +160,7 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     while len(shelf.tree):
         assert shelf.anchors.check_integrity() == []
         keys = list(shelf.tree.nodes)
-        leaves = [key for key in keys if not shelf.tree.has_children(key)]
+        leaves = [key for key in keys if not shelf.tree.num_children(key)]
         shelf.remove(data.draw(st.sampled_from(leaves)))
         shelf.find(text(*stored[0]))
     assert shelf.anchors.check_integrity() == []

@@ -112,13 +112,8 @@ def test_a_load_ends_it(scheduler: Scheduler) -> None:
     request = scheduler.begin("useful", text(0) + text(4))
     rows = scheduler.known(request)
     assert rows
-    pages = [list(range(900, 950))]
-
-    class Blocks:
-        def get_block_ids(self) -> list[list[int]]:
-            return pages
-
-    scheduler.connector.update_state_after_alloc(request, Blocks(), rows)
+    pages = list(range(900, 950))
+    scheduler.connector.update_state_after_alloc(request, Blocks(pages), rows)
     assert len(scheduler.step(1).loads) == 1
     assert len(scheduler.step(1).keeps) == 1  # what was put off
     scheduler.end(scheduler.begin("next", text(60_000)))

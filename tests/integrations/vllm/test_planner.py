@@ -556,13 +556,6 @@ def test_a_search_finds_what_another_process_has_written(
     assert mine.search("mine", None)().keys == []
 
 
-def test_a_search_says_that_the_remote_store_is_silent(start: Start) -> None:
-    planner, ids = start(remote_cache_url="redis://127.0.0.1:1"), text(1, 200)
-    infos = keep(planner, ids)
-    found = planner.search("", None)()
-    assert set(found.keys) == {info.key for info in infos} and "does not answer" in found.problem
-
-
 def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:
     planner, ids = start(), text(1, 200)
     short = keep(planner, ids[:150])

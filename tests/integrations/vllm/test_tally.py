@@ -2,28 +2,15 @@ from __future__ import annotations
 
 import json
 
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.integrations.vllm.planner import Load, prompt_ids
 from kvboost.integrations.vllm.tally import Tally, merge, usage
-from kvboost.tokens.hashing import ChunkKey
+from support.chunks import make_chunk
 
 
 def hit(start: int, end: int) -> Hit:
-    info = ChunkInfo(
-        key=ChunkKey(f"{start:032x}"),
-        parent=ChunkKey("00"),
-        before=ChunkKey("00"),
-        root=ChunkKey("00"),
-        token_ids=prompt_ids(range(start, end)),
-        base_position=start,
-        lineage=Lineage.EXACT,
-        bits=16,
-        nbytes=8,
-        origin=Origin("weights", "a model"),
-    )
-    return Hit(info, start, end - start)
+    return Hit(make_chunk(range(start, end), position=start).info, start, end - start)
 
 
 def load_of(name: str = "a request") -> Load:

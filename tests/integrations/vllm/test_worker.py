@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,10 @@ def infos_of(seed: int, length: int) -> tuple[ChunkInfo, ...]:
     index = Index(lambda ids, _: fixed(len(ids), 12), Origin("weights", ""), row_bytes=8)
     ids = as_token_ids(range(seed, seed + length))
     return tuple(index.store(ChunkKey("00" * 16), ids)[0])
+
+
+def hits_of(infos: Sequence[ChunkInfo]) -> tuple[Hit, ...]:
+    return tuple(Hit(info, info.base_position, info.num_tokens) for info in infos)
 
 
 def make_worker(connector: Any, *, kernels: bool) -> tuple[Any, dict[ChunkKey, torch.Tensor]]:
@@ -154,7 +159,7 @@ def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
     chunks = [KVChunk(one, plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM))) for one in infos]
     worker._data.at_hand = lambda planned: chunks if planned[0].base_position == 0 else None
     worker._data.fetch = lambda planned: None
-    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    hits = hits_of(infos)
     ids = as_token_ids(range(30))
     found, lost = Load("found", ids, 0, 24, hits), Load("lost", ids, 12, 24, hits[1:])
     said = connector.Report()
@@ -205,7 +210,7 @@ def test_states_are_kept_as_the_step_leaves_them(connector: Any) -> None:
     worker._data.put = lambda chunks: done.append(("put", chunks))
     worker._data.drop = lambda keys: done.append(("drop", keys))
     infos, tables = stateful(0, 24), ((5, 1, 3), (0, 0, 2))
-    expected = rows_of_both(worker._pages, tables[0], 24)
+    expected = rows_of(worker._pages, tables[:1] * 2, 24)
     worker.step(connector.Step(keeps=[Keep(infos, tables)], dropped=[infos[-1].key]))
     states = torch.stack([one[2] for one in layers])
     for one in (*worker._pages.caches, *layers):
@@ -222,27 +227,18 @@ def test_states_are_kept_as_the_step_leaves_them(connector: Any) -> None:
     assert torch.equal(found, states)
 
 
-def rows_of_both(pages: Any, table: tuple[int, ...], rows: int) -> torch.Tensor:
-    found: torch.Tensor = pages.read_all(pages.slots(table, torch.arange(rows)))
-    return found
-
-
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> None:
     worker, _ = make_worker(connector, kernels=False)
     layers = with_states_beside(worker)
-    infos, rows, states = (
-        stateful(0, 24),
-        torch.ones(2, LAYERS, KV_HEADS, 12, DIM),
-        torch.ones(2, 3),
-    )
-    chunks = [KVChunk(one, plain(rows)) for one in infos]
+    infos, rows = stateful(0, 24), plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM))
+    chunks = [KVChunk(one, rows) for one in infos]
     if is_whole:
-        chunks[-1] = KVChunk(infos[-1], with_states(plain(rows), [states]))
+        chunks[-1] = KVChunk(infos[-1], with_states(rows, [torch.ones(2, 3)]))
     dropped: list[ChunkKey] = []
     worker._data.at_hand = lambda planned: chunks
     worker._data.drop = dropped.extend
-    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    hits = hits_of(infos)
     load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=((5, 1, 3), (0, 0, 2)))
     before = [one.clone() for one in layers]
     worker.step(connector.Step(fetches=[load]))
@@ -252,7 +248,7 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
         assert worker._report.failed == {"a"}
         return
     assert worker.step(connector.Step(loads=[load])) == {"a"}
-    assert (rows_of_both(worker._pages, (5, 1, 3), 24) == 1).all()
+    assert (rows_of(worker._pages, ((5, 1, 3),) * 2, 24) == 1).all()
     for one, then in zip(layers, before, strict=True):
         then[2] = 1
         assert torch.equal(one, then)
@@ -266,9 +262,22 @@ def test_states_on_the_way_are_let_go(connector: Any) -> None:
     data = with_states(plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM)), [torch.ones(2, 3)])
     worker._data.at_hand = lambda planned: None
     worker._data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
-    hits = tuple(Hit(one, one.base_position, one.num_tokens) for one in infos)
+    hits = hits_of(infos)
     while "a" not in worker._held:
         worker.step(connector.Step(fetches=[Load("a", as_token_ids(range(30)), 0, 24, hits)]))
     first, last = worker._held["a"]
     assert not states_of(first.data) and len(states_of(last.data)) == 1
     worker._thread.shutdown()
+
+
+def test_layers_of_one_number_are_in_the_order_of_their_names(connector: Any) -> None:
+    """As in models whose draft layers count from 0 again: each rank must find the same order."""
+    names = tuple(f"{at}.mixer" for at in ("model.1", "model.10", "draft.1", "model.2"))
+    groups = Groups((None, None), (("model.0.attn",), names), with_states=(1,))
+    worker = connector.Worker(None, Options.parse({}), None, groups)
+    layers = {
+        name: SimpleNamespace(kv_cache=[torch.full((BLOCKS, 2), float(number))])
+        for number, name in enumerate(names)
+    }
+    (found,) = worker._find_states(layers).read(((), (3,)), 0)
+    assert found[:, 0].tolist() == [2, 0, 3, 1]

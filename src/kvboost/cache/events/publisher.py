@@ -44,11 +44,6 @@ class _Gone:
 
 
 @dataclass(frozen=True)
-class _Clear:
-    pass
-
-
-@dataclass(frozen=True)
 class EventStats:
     blocks: int
     """Blocks that are announced now."""
@@ -81,7 +76,7 @@ class EventPublisher:
         self._block_size = settings.block_size
         self._medium = medium
         self._is_known = is_known
-        self._changes: queue.Queue[_Rows | _Gone | _Clear] = queue.Queue(max_waiting)
+        self._changes: queue.Queue[_Rows | _Gone | Cleared] = queue.Queue(max_waiting)
         self._announced = Announcements(settings.block_size)
         self._overflowed = False
         self._closing = False
@@ -102,7 +97,7 @@ class EventPublisher:
         self._put(_Gone(key))
 
     def on_cleared(self) -> None:
-        self._put(_Clear())
+        self._put(Cleared())
 
     def stats(self) -> EventStats:
         return EventStats(
@@ -116,10 +111,10 @@ class EventPublisher:
         """Publishes what is waiting, and that nothing is held any more. Changes after this are
         dropped."""
         self._closing = True
-        self._put(_Clear())  # wakes the thread
+        self._put(Cleared())  # wakes the thread
         self._thread.join()
 
-    def _put(self, change: _Rows | _Gone | _Clear) -> None:
+    def _put(self, change: _Rows | _Gone | Cleared) -> None:
         """Called with the store's lock held, or by ``close``."""
         tokens = _num_tokens(change)
         try:
@@ -144,7 +139,7 @@ class EventPublisher:
                 logger.warning("KV events could not be published: %s", type(error).__name__)
         self._sender.close()
 
-    def _gather(self, timeout: float | None) -> list[_Rows | _Gone | _Clear]:
+    def _gather(self, timeout: float | None) -> list[_Rows | _Gone | Cleared]:
         """The changes; empty if there are none within ``timeout``."""
         try:
             changes = [self._take(timeout)]
@@ -160,18 +155,18 @@ class EventPublisher:
             tokens += _num_tokens(changes[-1])
         return changes
 
-    def _take(self, timeout: float | None = 0) -> _Rows | _Gone | _Clear:
+    def _take(self, timeout: float | None = 0) -> _Rows | _Gone | Cleared:
         """The next change; raises ``queue.Empty`` if there is none within ``timeout``."""
         change = self._changes.get(block=timeout != 0, timeout=timeout or None)
         self._tokens_taken += _num_tokens(change)
         return change
 
-    def _publish(self, changes: Sequence[_Rows | _Gone | _Clear]) -> None:
+    def _publish(self, changes: Sequence[_Rows | _Gone | Cleared]) -> None:
         said: list[Stored | Removed | Cleared] = []
         if self._overflowed:
             self._overflowed = False
             self._discarded += len(changes) + self._discard()
-            changes = [_Clear()]
+            changes = [Cleared()]
         for change in changes:
             if isinstance(change, _Rows):
                 names = block_hashes(self._root, change.token_ids, self._block_size)
@@ -194,5 +189,5 @@ class EventPublisher:
         return number
 
 
-def _num_tokens(change: _Rows | _Gone | _Clear) -> int:
+def _num_tokens(change: _Rows | _Gone | Cleared) -> int:
     return len(change.token_ids) if isinstance(change, _Rows) else 0

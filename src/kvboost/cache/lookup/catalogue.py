@@ -130,7 +130,8 @@ class Catalogue:
         where: Where,
     ) -> bool:
         """Whether an early match still holds: every chunk is where it was, and those added since
-        neither make the exact prefix longer nor have text that is not covered yet."""
+        neither make the exact prefix longer nor have text that is not covered yet. An
+        approximate continuation shorter than a window may be overlooked: its rows are computed."""
         known = early.known
         if early.newest != self.newest:
             gaps = known.gaps(moved_before, self._window)
@@ -220,10 +221,6 @@ class Catalogue:
                 break
             row, fork = row + match.num_tokens, match.key
         return found
-
-    def is_leaf(self, key: ChunkKey) -> bool:
-        """Whether no chunk continues this one."""
-        return not self._tree.has_children(key)
 
     def num_children(self, key: ChunkKey) -> int:
         """The number of chunks that continue this one."""

@@ -59,9 +59,6 @@ class PrefixTree:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.nodes
 
-    def has_children(self, key: ChunkKey) -> bool:
-        return key in self._children
-
     def num_children(self, key: ChunkKey) -> int:
         siblings = self._children.get(key)
         return 0 if siblings is None else len(siblings.keys)
@@ -168,7 +165,7 @@ class PrefixTree:
         key = siblings.keys[at - 1]
         shorter = len(self.nodes[key].token_ids)
         extended = common_prefix(self.nodes[key].token_ids, token_ids) == shorter
-        return key if extended and not self.has_children(key) else None
+        return key if extended and not self.num_children(key) else None
 
     def insert(self, key: ChunkKey, parent: ChunkKey, token_ids: TokenIds) -> None:
         siblings = self._children.setdefault(parent, _Siblings())

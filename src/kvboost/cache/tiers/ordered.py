@@ -68,9 +68,6 @@ class OrderedTier:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.parents
 
-    def keys(self) -> list[ChunkKey]:
-        return list(self.parents)
-
     def add(self, entry: Entry) -> None:
         """A chunk was put into the tier. Chunks of the same request are ordered together by
         ``order_new``, parents first; until then all others are evicted before them."""
@@ -110,7 +107,7 @@ class OrderedTier:
 
     def clear(self) -> None:
         """Forgets what is in the tier."""
-        for key in self.keys():
+        for key in list(self.parents):
             self.remove(key)
 
     def fits(self, nbytes: int) -> bool:

@@ -19,7 +19,7 @@ from kvboost.runtime.speculation.lengths import (
     promise,
 )
 from kvboost.runtime.speculation.suffixes import IndexedText, TenantTexts
-from kvboost.tokens.hashing import ChunkKey, TokenIds
+from kvboost.tokens.hashing import ChunkKey
 
 ROUNDING = 1e-6
 """Of a sum of expected tokens."""
@@ -55,10 +55,6 @@ class Speculation:
         )
         speculator.only_alone = runs_ahead and request.speculate == "auto"
         return speculator
-
-    def remember(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
-        """Later requests of this tenant may be drafted from this text."""
-        self.texts.add(root, ids, epoch)
 
 
 @dataclass

@@ -286,34 +286,26 @@ def test_long_headers_are_not_read_beyond_a_limit(server) -> None:
         assert tier.faults == {}
 
 
-def garbage(server: RedisServer, name: str) -> None:
-    server.client.set(name, "no keys at all, but 32 characters" * 3)
+POISONS: dict[str, str | None] = {
+    "garbage": "no keys at all, but 32 characters" * 3,
+    "half a key": "ab" * 8,
+    "a list": None,
+    "many megabytes": "ab" * (4 << 20),
+    "unknown chunks": "0123456789abcdef" * 8,
+}
 
 
-def half_a_key(server: RedisServer, name: str) -> None:
-    server.client.set(name, "ab" * 8)
-
-
-def a_list(server: RedisServer, name: str) -> None:
-    server.client.delete(name)
-    server.client.rpush(name, "x")
-
-
-def many_megabytes(server: RedisServer, name: str) -> None:
-    server.client.set(name, "ab" * (4 << 20))
-
-
-def unknown_chunks(server: RedisServer, name: str) -> None:
-    server.client.set(name, "0123456789abcdef" * 8)
-
-
-@pytest.mark.parametrize("poison", [garbage, half_a_key, a_list, many_megabytes, unknown_chunks])
-def test_poisoned_marks_find_nothing_and_are_replaced(server, poison) -> None:
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+def test_poisoned_marks_find_nothing_and_are_replaced(server, poison: str | None) -> None:
     chunk = make_chunk(text(1))
     with opened(server.url) as tier:
         assert tier.put(chunk)
         for name in names(text(1)):
-            poison(server, name)
+            server.client.delete(name)
+            if poison is None:
+                server.client.rpush(name, "x")
+            else:
+                server.client.set(name, poison)
         assert found_by(tier, text(1)) == []
         assert tier.faults == {} and tier.state == "closed"
         tier.delete(chunk.key)
