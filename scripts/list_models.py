@@ -85,14 +85,19 @@ def describe(model: Any) -> Family:
     without = not all(each.any() for each in rotation.frequencies)
     if without:
         keys += ", some layers without positions"
-    plain = len(rotated) == 1 and not without and name not in SCALED
-    kinds = set(getattr(text, "layer_types", None) or ())
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
-    windowed = "sliding_attention" in kinds or getattr(text, "sliding_window", None)
-    sees = getattr(model.config, "vision_config", None) is not None
-    moves = plain and pages and not capped and not windowed and not sees
-    in_vllm = "–" if latent else "exact, moved" if moves else "exact"
+    moves = bool(rotated) and not without and name not in SCALED and pages
+    moves = moves and getattr(model.config, "vision_config", None) is None
+    in_vllm = "–" if latent else f"exact{_moved_in_vllm(text)}" if moves else "exact"
     return Family(name, True, packed, pages, keys, in_vllm)
+
+
+def _moved_in_vllm(text: Any) -> str:
+    """What vLLM's connector says of moved text, by which layers have windows."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None)
+    if not windows:
+        return ", moved"
+    return ", moved in one group" if "full_attention" in kinds else ""
 
 
 def page() -> str:

@@ -35,8 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def windows(_: object) -> list[int]:
-    return [layer.impl.sliding_window for layer in here()._open_pages.layers]
+def windows(_: object) -> list[int | None]:
+    return [layer.sliding_window for layer in here()._open_pages.layers]
 
 
 def test_with_the_hybrid_manager_exact_text_is_reused(
@@ -73,13 +73,13 @@ def test_with_the_hybrid_manager_exact_text_is_reused(
     assert turn.cached == turn.usage["exact_tokens"]
 
 
-def test_without_the_hybrid_manager_exact_text_is_reused(
+def test_without_the_hybrid_manager_moved_text_is_reused_too(
     start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
     engine = start({"disk_cache_dir": str(tmp_path)}, **options)
-    assert {-1, WINDOW} == set(engine.llm.collective_rpc(windows)[0])
-    assert engine.connector._planner.is_open and not engine.connector._planner._moves
+    assert {None, WINDOW} == set(engine.llm.collective_rpc(windows)[0])
+    assert engine.connector._planner.is_open and engine.connector._planner._moves
     texts = Texts(byte_tokenizer())
     ids = texts.prompt(0, 1, 2)
     full = engine.full(ids)
@@ -90,12 +90,21 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
     assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
     assert again.tokens == full.tokens and again.difference(full) < 1e-4
     engine.fresh()
-    turn = engine.ask([*ids, *first.tokens, *texts.question])
+    turn = engine.ask([*ids, *first.tokens, *texts.question], "exact")
     assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) - 32
     assert turn.tokens == longer.tokens and turn.difference(longer) < 1e-4
     engine.fresh()
     other = texts.prompt(2, 1, 0)
-    assert engine.ask(other).usage is None  # moved text is off
+    expected = engine.full(other)
+    moved = engine.ask(other)
+    assert moved.usage is not None and moved.usage["moved_tokens"] > 400
+    assert 0 < moved.usage["recomputed_tokens"] < 0.4 * moved.usage["moved_tokens"]
+    engine.empty()
+    engine.ask(ids)
+    engine.fresh()
+    repaired = engine.ask(other, {"ratio": 1.0})
+    assert repaired.usage is not None and repaired.usage["moved_tokens"] > 400
+    assert repaired.tokens == expected.tokens and repaired.difference(expected) < 1e-4
     engine = start({"disk_cache_dir": str(tmp_path)}, **options)
     again = engine.ask(ids)
     assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600

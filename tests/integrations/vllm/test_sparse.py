@@ -27,17 +27,21 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.arange(2.0)])
-def test_attention_and_hooks_get_the_sinks_of_the_layer(
-    sparse: ModuleType, sinks: torch.Tensor | None
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (0, 64), (30.0, None)])
+def test_attention_and_hooks_get_the_rules_of_the_layer(
+    sparse: ModuleType, sinks: torch.Tensor | None, softcap: float | None, window: int | None
 ) -> None:
     impl = SimpleNamespace(do_kv_cache_update=Mock(), forward=Mock(), scale=0.5, sinks=sinks)
     if sinks is None:
         del impl.sinks  # as in versions that know none
+    if softcap is not None:
+        impl.logits_soft_cap = softcap
     hook, attention = Mock(), Mock()
-    sparse._observe(impl, 3, hook, attention)
+    sparse._observe(SimpleNamespace(impl=impl, sliding_window=window), 3, hook, attention)
     query, out = torch.zeros(4, 2, 8), torch.zeros(4, 16)
     impl.forward(None, query, query, query, None, None, output=out)
-    hook.on_query.assert_called_once_with(3, query, Rules(0.5, sinks=sinks))
+    expected = Rules(0.5, window, softcap or None, sinks)
+    hook.on_query.assert_called_once_with(3, query, expected)
     (number, given, rules, into), _ = attention.call_args
-    assert (number, rules) == (3, Rules(0.5, sinks=sinks))
+    assert (number, rules) == (3, expected)
     assert given is query and into.shape == query.shape

@@ -21,6 +21,8 @@ class Layer(Protocol):
     """An attention layer of vLLM."""
 
     impl: Any
+    sliding_window: int | None
+    """A row sees so many of the last keys, its own among them."""
 
 
 class Pages:

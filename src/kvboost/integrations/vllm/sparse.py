@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.pages import Layer, Pages
 from kvboost.model.execution.segment import Hook, Rules
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 
@@ -183,19 +183,26 @@ class SparseForward:
     def _hooked(self, hook: Hook | None, attention: Attention | None) -> Iterator[None]:
         """``hook`` sees every layer, and ``attention`` serves it. Compiled models are split at
         attention, so this is plain Python there too."""
-        impls = [layer.impl for layer in self._pages.layers]
-        for number, impl in enumerate(impls):
-            _observe(impl, number, hook, attention)
+        layers = self._pages.layers
+        for number, layer in enumerate(layers):
+            _observe(layer, number, hook, attention)
         try:
             yield
         finally:
-            for impl in impls:
-                del impl.do_kv_cache_update, impl.forward
+            for layer in layers:
+                del layer.impl.do_kv_cache_update, layer.impl.forward
 
 
-def _observe(impl: Any, number: int, hook: Hook | None, attention: Attention | None) -> None:
+def rules_of(layer: Layer) -> Rules:
+    """How a layer of vLLM attends."""
+    impl = layer.impl
+    softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for none
+    return Rules(impl.scale, layer.sliding_window, softcap, getattr(impl, "sinks", None))
+
+
+def _observe(layer: Layer, number: int, hook: Hook | None, attention: Attention | None) -> None:
+    impl, rules = layer.impl, rules_of(layer)
     update, forward = impl.do_kv_cache_update, impl.forward
-    rules = Rules(impl.scale, sinks=getattr(impl, "sinks", None))
 
     def observed_update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
         if hook is not None:

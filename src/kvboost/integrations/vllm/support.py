@@ -114,14 +114,14 @@ def why_not_moved(config: VllmConfig, layers: Sequence[Layer], groups: Groups) -
     if config.model_config.is_multimodal_model:
         return "models with images or audio are not supported with it yet"
     for layer in layers:
-        if getattr(layer.impl, "sliding_window", None) not in (None, (-1, -1), -1):
-            return "sliding windows are not supported with it yet"
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             return "ALiBi has no positions that could be moved"
-        if getattr(layer.impl, "logits_soft_cap", None):
-            return "soft caps of attention are not supported with it yet"
     if groups.with_states:
         return "a state is that of all text before it, which no moved text has"
+    if groups.window is not None:
+        why = "vLLM frees rows that leave a window, and text that moves needs all of them"
+        remedy = "; start it with --disable-hybrid-kv-cache-manager, which keeps them"
+        return why + (remedy if len(groups.windows) > 1 else "")
     if not groups.is_one:
         return "several groups of KV are not supported with it yet"
     return None

@@ -167,7 +167,7 @@ class Worker:
         hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_rows)
         try:
             problem = why_not_moved(self._config, pages.layers, self._groups)
-            rotation = self._rotation = rope.rotation(model, len(pages.caches))
+            rotation = self._rotation = rope.rotation(model, pages.layers)
             if self._groups.is_one:  # they take one table
                 self._kernels = _gpu_kernels(pages, rotation)
             kernels = self._kernels
