@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -110,6 +111,12 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
     assert len(chosen(moved, "auto", 0.2)) == round(20 * times)
     assert len(chosen(moved, "query", 0.2)) == 20
     assert len(chosen(moved, "auto", 1.0)) == 100
+
+
+def test_a_model_that_computes_nan_is_repaired_all_the_same() -> None:
+    moved = moved_rows(lambda mass: mass.fill_(math.nan))
+    assert 0 < len(chosen(moved, "auto", 0.2)) < 100
+    assert len(chosen(moved, "query", 0.2)) == 20
 
 
 def test_seams_of_runs_that_were_read_after_the_same_text_are_recomputed() -> None:

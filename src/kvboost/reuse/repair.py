@@ -186,10 +186,11 @@ class MovedText:
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
     def _observed(self) -> Floats:
-        """The attention that the probe has seen, ``[2, KINDS, start]``."""
+        """The attention that the probe has seen, ``[2, KINDS, start]``. Where a model has computed
+        NaN, rows receive none."""
         assert self._seen is not None, "the prompt's last rows were not probed"
         self._seen.wait()
-        mass: Floats = self._seen.mass.cpu().numpy()
+        mass: Floats = np.nan_to_num(self._seen.mass.cpu().numpy())
         return mass
 
     def seams(self) -> Which:
