@@ -171,7 +171,7 @@ def test_an_answer_of_another_form_is_named(raw: bytes, script: Script) -> None:
 
 
 def test_an_endless_answer_is_cut_off(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.integrations.vllm.client.MOST_BYTES", 1000)
+    monkeypatch.setattr("kvboost.api_client.MOST_BYTES", 1000)
     script.raw = b" " * 100_000
     with pytest.raises(ServerError, match="more than 1,000 bytes"):
         VllmServer(script.url).stats()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any
 
-from kvboost.errors import ConfigError, ForgetError, ServerError
+from kvboost.api_client import ApiClient
+from kvboost.errors import ForgetError, ServerError
 from kvboost.integrations.vllm.options import EVERYTHING
 from kvboost.tokens.prompt import inside
-
-SECONDS = 600.0
-"""To read a long document may take minutes."""
-MOST_BYTES = 64 << 20
-"""Of an answer: the tokens of a long text take some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +34,8 @@ class VllmServer:
         salt: str | None = None,
         api_key: str | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url={url!r} must begin with http:// or https://")
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._api = ApiClient(url, api_key, "vLLM's API")
         self._salt = salt
-        self._key = api_key
         self._model = model
 
     def warm(self, text: str) -> Read:
@@ -74,7 +63,7 @@ class VllmServer:
     def _tokenize(self, text: str) -> list[int]:
         """Without special tokens."""
         body = {"model": self._name(), "prompt": text, "add_special_tokens": False}
-        answer = self._send("/tokenize", body)
+        answer = self._api.send("/tokenize", body)
         with self._understood():
             return [int(token) for token in answer["tokens"]]
 
@@ -92,8 +81,8 @@ class VllmServer:
         if expected not in said:
             self._check(said)
             raise ServerError(
-                f"the server at {self._url} did not answer a command: it runs without KVBoost's "
-                "connector, or with an older one; see docs/vllm.md"
+                f"the server at {self._api.url} did not answer a command: it runs without "
+                "KVBoost's connector, or with an older one; see docs/vllm.md"
             )
         return said
 
@@ -110,13 +99,13 @@ class VllmServer:
             yield
         except (LookupError, TypeError, ValueError, AttributeError):
             raise ServerError(
-                f"the server at {self._url} answers in another form than vLLM does; give the "
+                f"the server at {self._api.url} answers in another form than vLLM does; give the "
                 "address of vLLM's API"
             ) from None
 
     def _check(self, said: Mapping[str, Any]) -> None:
         if "error" in said:
-            raise ServerError(f"the server at {self._url} answers: {said['error']}")
+            raise ServerError(f"the server at {self._api.url} answers: {said['error']}")
 
     def _complete(self, prompt: str, asked: Mapping[str, object]) -> dict[str, Any]:
         """One token after ``prompt``."""
@@ -129,62 +118,14 @@ class VllmServer:
         }
         if self._salt is not None:
             body["cache_salt"] = self._salt
-        return self._send("/v1/completions", body)
+        return self._api.send("/v1/completions", body)
 
     def _name(self) -> str:
         if self._model is None:
-            answer = self._send("/v1/models", None)
+            answer = self._api.send("/v1/models")
             with self._understood():
                 models = list(answer["data"])
                 self._model = str(models[0]["id"]) if models else None
             if self._model is None:
-                raise ServerError(f"the server at {self._url} has no model")
+                raise ServerError(f"the server at {self._api.url} has no model")
         return self._model
-
-    def _send(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, headers)
-        try:
-            with _OPENER.open(request, timeout=SECONDS) as response:
-                said = response.read(MOST_BYTES + 1)
-                if len(said) > MOST_BYTES:
-                    raise ServerError(
-                        f"{self._url}{path} answers with more than {MOST_BYTES:,} bytes"
-                    )
-                answer: dict[str, Any] = json.loads(said)
-                return answer
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = _reason(error.read(MOST_BYTES))
-            raise ServerError(
-                f"the server at {self._url} refuses {path}: {error.code} {reason or error.reason}"
-            ) from None
-        except ServerError:
-            raise
-        except (OSError, ValueError, RecursionError, HTTPException) as error:
-            reason = getattr(error, "reason", str(error))
-            raise ServerError(
-                f"{self._url}{path} does not answer: {reason}; give the address of vLLM's API"
-            ) from None
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """An API does not redirect. Another server would be given the key."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error of OpenAI's form; empty if it has none."""
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return str(message)

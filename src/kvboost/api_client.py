@@ -1,0 +1,77 @@
+"""A client of a server's HTTP API, in JSON."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+
+from kvboost.errors import ConfigError, ServerError
+
+SECONDS = 600.0
+"""To read a long document may take minutes."""
+MOST_BYTES = 64 << 20
+"""Of an answer: the tokens of a long text take some megabytes."""
+
+
+class ApiClient:
+    def __init__(self, url: str, api_key: str | None, wanted: str) -> None:
+        """``url`` may end in ``/v1``. ``wanted`` says whose address it should be."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url={url!r} must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._wanted = wanted
+
+    def send(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to a POST of ``body``, or to a GET. Raises ``ServerError`` if there is none in
+        JSON."""
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with _OPENER.open(request, timeout=SECONDS) as response:
+                said = response.read(MOST_BYTES + 1)
+                if len(said) > MOST_BYTES:
+                    raise ServerError(
+                        f"{self.url}{path} answers with more than {MOST_BYTES:,} bytes"
+                    )
+                answer: dict[str, Any] = json.loads(said)
+                return answer
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = _reason(error.read(MOST_BYTES)) or error.reason
+            raise ServerError(
+                f"the server at {self.url} refuses {path}: {error.code} {reason}"
+            ) from None
+        except ServerError:
+            raise
+        except (OSError, ValueError, RecursionError, HTTPException) as error:
+            reason = getattr(error, "reason", str(error))
+            raise ServerError(
+                f"{self.url}{path} does not answer: {reason}; give the address of {self._wanted}"
+            ) from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An API does not redirect. Another server would be given the key."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
+def _reason(body: bytes) -> str:
+    """The message of an error of OpenAI's form; empty if it has none."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return str(message)
