@@ -48,7 +48,6 @@ _ENTRIES = (
             "256k tokens, 7B shape, 8 GiB: at least 2 × transformers' offloaded cache",
             "the peak of the GPU's memory is within 8 GiB",
         ),
-        plots=True,
     ),
     Benchmark(
         "larger",
@@ -61,7 +60,6 @@ _ENTRIES = (
             "an edit of code, drafted: at least 2 × as many tokens/s",
             "the peak of reserved memory is within device_memory",
         ),
-        plots=True,
     ),
     Benchmark(
         "faults",

@@ -138,7 +138,6 @@ class Benchmark:
     module: str
     goals: tuple[str, ...] = ()
     """The goals; the report says whether they were reached."""
-    plots: bool = False
     long_running: bool = False
     """Whether the process bounds torch's kernel caches, as the server does."""
 
