@@ -81,10 +81,14 @@ def pinned_packages(name: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("name", setup.KNOWN)
-def test_every_environment_has_a_complete_list(name: str) -> None:
+def test_every_environment_has_a_complete_list_of_cpu_builds(name: str) -> None:
     pinned = pinned_packages(name)
     assert pinned and all(len(one.specifier) == 1 for one in pinned)
     assert all(str(one.specifier).startswith("==") for one in pinned)
+    assert not any(one.name.startswith(("nvidia", "cuda")) for one in pinned)
+    for one in pinned:
+        if one.name == "torch":  # never the build with CUDA on x86
+            assert "+cpu" in str(one.specifier) or "aarch64" in str(one.marker)
 
 
 def test_ray_is_set_up_only_when_it_is_named(home, monkeypatch) -> None:

@@ -78,18 +78,6 @@ def test_what_cannot_be_plotted_is_refused(panels, said: str) -> None:
         quality_figure(panels, title="Quality")
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("quality.pdf", r"quality\.pdf' must end in \.png or \.svg"),
-        ("nowhere/quality.png", r"there is no folder .*nowhere"),
-    ],
-)
-def test_a_place_that_cannot_be_written_is_named(tmp_path, path: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_plot(tmp_path / path)
-
-
 def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvboost\[plot\]'"):
