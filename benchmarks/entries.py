@@ -65,7 +65,6 @@ _ENTRIES = (
         "faults",
         "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
         "benchmarks.faults.run",
-        long_running=True,
     ),
     Benchmark(
         "soak",

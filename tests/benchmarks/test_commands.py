@@ -16,7 +16,7 @@ from kvboost.errors import KVBoostError
 from support.page_code import ROOT, complaint
 
 FOLDER = Path(benchmarks.__file__).parent
-SHARED = {"__main__", "entries", "shapes", "random_int4", "small"}
+SHARED = {"__main__", "entries", "shapes", "random_int4"}
 WORKERS = {"vllm_connector", "vllm_runs"}
 
 runner = CliRunner()
