@@ -48,7 +48,6 @@ _ENTRIES = (
             "256k tokens, 7B shape, 8 GiB: at least 2 × transformers' offloaded cache",
             "the peak of the GPU's memory is within 8 GiB",
         ),
-        plots=True,
     ),
     Benchmark(
         "larger",
@@ -61,13 +60,11 @@ _ENTRIES = (
             "an edit of code, drafted: at least 2 × as many tokens/s",
             "the peak of reserved memory is within device_memory",
         ),
-        plots=True,
     ),
     Benchmark(
         "faults",
         "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
         "benchmarks.faults.run",
-        long_running=True,
     ),
     Benchmark(
         "soak",

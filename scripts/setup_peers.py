@@ -33,12 +33,10 @@ from kvboost.bench.peers.environments import (
     CLIENTS,
     ENVIRONMENTS,
     FRAMEWORKS,
-    KVBOOST_090,
     LLAMA_CPP,
     OPENVINO,
     RAY,
     READY,
-    VLLM,
     failure_file,
     gguf_file,
     peer_program,
@@ -51,8 +49,6 @@ from kvboost.model.loading.weights import BUNDLED, fetch_wheel, verify
 from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
-LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
-LEAST_PYTHON |= {RAY: (3, 11), FRAMEWORKS: (3, 11), CLIENTS: (3, 11)}
 NODE = "node"
 """The folder of an environment with its packages for Node.js."""
 READ_GGUF = {LLAMA_CPP, OPENVINO}
@@ -66,9 +62,6 @@ def set_up(name: str, progress: Progress) -> None:
     has_node_packages = (LISTS / name).is_dir()
     if has_node_packages:
         listed += (LISTS / name / "package-lock.json").read_text()
-    if sys.version_info < LEAST_PYTHON[name]:
-        least = ".".join(map(str, LEAST_PYTHON[name]))
-        raise KVBoostError(f"it needs Python {least} or newer; run this with such a Python")
     if sys.platform != "linux":
         raise KVBoostError(f"its pinned packages are for Linux, not {sys.platform}")
     ready = folder / READY

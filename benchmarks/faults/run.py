@@ -16,9 +16,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.faults import calls, storage
-from benchmarks.faults.case import Case, NotHere, expect
-from benchmarks.small import small_model
-from benchmarks.soak import soak
+from benchmarks.faults.case import Case, NotHere
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.progress import Progress
@@ -26,7 +24,7 @@ from kvboost.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(benchmark.Settings):
-    """The number of times each fault is tried, and how long memory is watched."""
+    """The number of times each fault is tried."""
 
     QUICK: ClassVar = {
         "kills": 10,
@@ -35,7 +33,6 @@ class Settings(benchmark.Settings):
         "forks": 2,
         "interrupts": 8,
         "requests": 60,
-        "minutes": 0.5,
     }
 
     kills: int = option(50, "How often one of two writers is killed, or both.", least=1)
@@ -44,7 +41,6 @@ class Settings(benchmark.Settings):
     forks: int = option(6, "How often a forked child uses the engine.", least=1)
     interrupts: int = option(40, "How often Ctrl-C interrupts an answer.", least=1)
     requests: int = option(300, "How many requests join, a third of which is cancelled.", least=1)
-    minutes: float = option(60.0, "How long memory is watched; 0 leaves it out.", least=0.0)
 
 
 Faults = Callable[[Case, int, Path], None]
@@ -65,8 +61,6 @@ def run(settings: Settings, bench: Bench) -> Report:
     torch.set_num_threads(1)  # the small model gains nothing from more
     try:
         tried = [_try(name, faults, times) for name, faults, times in plan]
-        if settings.minutes:
-            tried.append(_watch_memory(settings.minutes))
     finally:
         torch.set_num_threads(threads)
     return Report(
@@ -96,26 +90,6 @@ def _try(name: str, faults: Faults, times: int) -> Case:
         except Exception as error:
             case.failures.append(f"{type(error).__name__}: {error}")
             case.tried += 1
-    return case
-
-
-def _watch_memory(minutes: float) -> Case:
-    """Mixed requests for minutes; resident memory must stay flat after the first tenth. The small
-    model answers a thousand times as many as a real one, which the benchmark ``soak`` uses."""
-    case = Case(f"memory over {minutes:g} minutes of mixed requests")
-    with (
-        tempfile.TemporaryDirectory(prefix="kvboost-faults-") as folder,
-        Progress(f"mixed requests for {minutes:g} minutes") as progress,
-        progress.step("seconds", minutes * 60) as step,
-        case.trial(),
-    ):
-        seen = soak(small_model(), minutes * 60, Path(folder), step.advance)
-        case.note = (
-            f"{seen.requests:,} requests, {seen.checked} answers compared; resident memory "
-            f"{seen.levels_mb[0]:,.0f} MB after a tenth of the time, then at most "
-            f"{max(seen.levels_mb):,.0f} ({seen.growth:+.1%})"
-        )
-        expect(not seen.problems, "; ".join(seen.problems))
     return case
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from benchmarks.shapes import VOCABULARY, number_tokenizer
 from kvboost import KVBoost
 from kvboost.bench.kit.benchmark import Bench
 from kvboost.bench.kit.machine import memory_fence
-from kvboost.bench.texts.edits import code_edit, words_as_tokens
+from kvboost.bench.texts.edits import edits
 from kvboost.config import EngineConfig, format_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.loading.load import wrap
@@ -33,6 +34,8 @@ PROMPT = 32
 LEAST_STEPS, MOST_STEPS = 6, 48
 DRAFT, DRAFTED = 16, "1 request, drafted"
 CODE = "1 request, code edited"
+WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
+"""Matches about a token of code."""
 EDITS = (0, 6)
 """Edits of code: the first one shows the engine what a pass costs."""
 REQUEST_ROWS = 256
@@ -217,8 +220,7 @@ def _code_edited(engine: KVBoost) -> Pace:
     model = engine._model.forward.model
 
     def run(number: int) -> int:
-        edit = code_edit(number)
-        prompt, answer = words_as_tokens([edit.question, edit.answer], 256)
+        prompt, answer = words_as_tokens(code_edit(number), 256)
         with scripted(model, prompt + answer):
             found = engine.generate(
                 *(prompt, len(answer), "prefix_cache"),
@@ -234,6 +236,26 @@ def _code_edited(engine: KVBoost) -> Pace:
     for number in before:
         run(number)
     return _timed(engine, partial(run, last))
+
+
+def code_edit(number: int) -> list[str]:
+    """A question, and the answer as it should be."""
+    one = edits()[number]
+    question = (
+        f"Rename {one.old} to {one.new} in this function and change nothing else. Answer with the "
+        f"whole function only.\n\n```python\n{one.code}```"
+    )
+    return [question, f"```python\n{one.edited}```"]
+
+
+def words_as_tokens(texts: list[str], first: int) -> list[list[int]]:
+    """Texts as numbers, from ``first`` on, one for each word: random weights know no other
+    tokens."""
+    known: dict[str, int] = {}
+    return [
+        [first + known.setdefault(word, len(known)) for word in WORDS.findall(text)]
+        for text in texts
+    ]
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
     for tried, _ in FAULTS:
         monkeypatch.setattr(sys.modules[tried.__module__], tried.__name__, fault)
     benchmark = BENCHMARKS["faults"]
-    settings = benchmark.settings(quick=True, minutes=0.0)
+    settings = benchmark.settings(quick=True)
     record = benchmark.perform(settings, Console(width=200))
     assert record["failed"] == record["cases"]["full disk"]["tried"] == 1
     assert record["cases"]["Ctrl-C in generate"]["passed"] == settings.interrupts

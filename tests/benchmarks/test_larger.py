@@ -14,6 +14,8 @@ from rich.console import Console
 from benchmarks import shapes
 from benchmarks.entries import BENCHMARKS
 from benchmarks.larger import run, streaming
+from benchmarks.larger.streaming import code_edit, words_as_tokens
+from kvboost.bench.texts.edits import CHOSEN, edits
 from support.tiny import DEVICE
 
 
@@ -82,3 +84,16 @@ def test_goals_are_judged_for_their_shape_and_memory() -> None:
     assert [goal.met for goal in goals] == [True, True, True, False, True]
     assert [goal.figure for goal in goals] == ["93%", "4.10", "7.32 ×", "1.71 ×", "7GiB"]
     assert {goal.met for goal in run._goals("tiny", found)} == {None}
+
+
+def test_the_answer_to_an_edit_is_the_code_with_one_name_changed() -> None:
+    chosen = CHOSEN.strip().splitlines()
+    for number, (line, (function, old, new)) in enumerate(zip(chosen, edits(), strict=False)):
+        assert line == f"{function.module} {function.name} {old} {new}"
+        texts = code_edit(number)
+        assert function.name.split(".")[-1] in texts[1] and f" {old}," not in texts[1]
+        words, edited = words_as_tokens(texts, 100)
+        assert min(words) == 100 and max(words + edited) < 1000
+        asked_for = words_as_tokens([f" {new}", *texts], 100)
+        assert asked_for[2].count(100) > 0, "the new name"
+        assert len(set(edited) - set(words)) <= 4, "nearly all words can be drafted"

@@ -48,14 +48,6 @@ def test_a_file_that_a_wheel_should_not_hold_is_named(strange: str) -> None:
     assert found == [f"the wheel holds {strange}"]
 
 
-def test_a_tracked_file_that_no_rule_knows_is_named() -> None:
-    found = release.wheel_problems(WHEEL, [*TRACKED, "src/kvboost/notes.txt"], "1.0.0")
-    assert found == [
-        "the package has a file of an unknown kind: kvboost/notes.txt",
-        "the wheel lacks kvboost/notes.txt",
-    ]
-
-
 def test_an_sdist_holds_every_tracked_file_but_a_few() -> None:
     made = [f"kvboost-1.0.0/src/kvboost.egg-info/{name}" for name in ("PKG-INFO", "SOURCES.txt")]
     assert release.sdist_problems([*SDIST, *made], TRACKED, "1.0.0") == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 
@@ -46,7 +48,8 @@ class Engine:
             first()
         time.sleep(self._given.get("rest_s", 0.0))
         ids = request["ids"]
-        cached = max((_common(ids, known) for known in self._known), default=0)
+        shared = (sum(takewhile(bool, map(eq, ids, known))) for known in self._known)
+        cached = max(shared, default=0)
         self._known.append(ids)
         tells = self._given.get("tells", True)
         text = request["text"].split()
@@ -54,10 +57,3 @@ class Engine:
             "prompt_tokens": len(text) if self._given.get("counts_words") else len(ids),
             "cached_tokens": cached if tells else None,
         }
-
-
-def _common(ids: list[int], known: list[int]) -> int:
-    return next(
-        (at for at, pair in enumerate(zip(ids, known, strict=False)) if pair[0] != pair[1]),
-        min(len(ids), len(known)),
-    )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,146 +19,97 @@ CHAT, COMPLETION, WARM = "/v1/chat/completions", "/v1/completions", "/kvboost/wa
 RESPONSE, MESSAGE, EMBED = "/v1/responses", "/v1/messages", "/v1/embeddings"
 
 
-def repeated(before: str, item: str, after: str, size: int = SIZE) -> bytes:
-    """``before``, as many times ``item`` as fit, separated by commas, and ``after``."""
-    room = size - len((before + after).encode())
-    count = (room + 1) // (len(item.encode()) + 1)
-    return (before + ",".join([item] * count) + after).encode()
+Filling = Callable[[int], str]
+"""What comes in the place of the ``@`` of a body that has so many bytes left."""
 
 
-def numbered(before: str, item: str, after: str, count: int) -> bytes:
-    """``before``, ``item % number`` for so many numbers, and ``after``."""
-    return (before + ",".join(item % number for number in range(count)) + after).encode()
+def repeated(item: str, size: int = SIZE) -> Filling:
+    """As many times ``item`` as fit, with commas between; at most ``size`` bytes."""
+    return lambda room: ",".join([item] * ((min(room, size) + 1) // (len(item.encode()) + 1)))
 
 
-def inside(before: str, text: str, after: str) -> bytes:
-    """``text`` as a JSON string in a body."""
-    return f"{before}{json.dumps(text)}{after}".encode()
+def numbered(item: str, count: int) -> Filling:
+    return lambda _: ",".join(item % number for number in range(count))
+
+
+def quoted(text: str) -> Filling:
+    """``text`` as a JSON string."""
+    return lambda _: json.dumps(text, ensure_ascii=False)
 
 
 def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
     """Path and body by name."""
-    head = f'{{"model": "{model}", "max_tokens": 1, '
-    chat, text = head + '"messages": [', '{"role": "user", "content": "%s"}]}'
+    message = '{"role": "user", "content": "%s"}'
+    chat, asked = '"messages": [@]', f'"messages": [{message % "a"}], '
+    said = '"messages": [{"role": "user", "content": @}]'
+    parts = said.replace("@", "[@]")
+    thought = '"messages": [{"role": "assistant", "content": "a", "reasoning_content": @}]'
+    call = '"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", '
+    call += '"function": {"name": "f", "arguments": @}}]}]'
+    item = '"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": @}]'
+    tool = '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [@]}}}]'
+    ids, prompt, continued = '"prompt": [@]', '"prompt": @', '"prompt": "a", '
     sentence = "The lighthouse at Skagen was lit in 1858. "
-    long_text = sentence * ((SIZE - 200) // len(sentence))
-    many = "[" + "{}," * ((SIZE - 400) // 3) + "{}]"
-    call = (
-        chat + '{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": '
-    )
-    digits = "[" + ",".join(["9" * 4000] * 2000) + "]"
-    tool = '"tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}], '
-    asks = f"{chat}{text % 'a'}"[:-1]
-    return {
-        "JSON in arguments": (
-            CHAT,
-            lambda: inside(call + '{"name": "f", "arguments": ', many, "}}]}]}"),
-        ),
-        "JSON in an item": (
-            RESPONSE,
-            lambda: inside(
-                f'{{"model": "{model}", "input": [{{"type": "function_call", "call_id": "1", '
-                '"name": "f", "arguments": ',
-                many,
-                "}]}",
-            ),
-        ),
-        "a schema as text": (CHAT, lambda: inside(f'{asks}, "guided_json": ', many, "}")),
-        "numbers of a tool": (
-            CHAT,
-            lambda: f'{head}{tool % f"""{{"enum": {digits}}}"""}"messages": [{text % "a"}'.encode(),
-        ),
-        "numbers of a call": (
-            CHAT,
-            lambda: inside(call + '{"name": "f", "arguments": ', digits, "}}]}]}"),
-        ),
-        "long reasoning": (
-            CHAT,
-            lambda: inside(
-                chat + '{"role": "assistant", "content": "a", "reasoning_content": ',
-                long_text,
-                "}]}",
-            ),
-        ),
+    long_text = quoted(sentence * ((SIZE - 200) // len(sentence)))
+    many = quoted("[" + "{}," * ((SIZE - 400) // 3) + "{}]")
+    digits = ",".join(["9" * 4000] * 2000)
+    fields = numbered('"x%d": 1', 175_000)
+    described: dict[str, tuple[str, str, Filling]] = {
+        "JSON in arguments": (CHAT, call, many),
+        "JSON in an item": (RESPONSE, item, many),
+        "a schema as text": (CHAT, asked + '"guided_json": @', many),
+        "numbers of a tool": (CHAT, asked + tool, lambda _: digits),
+        "numbers of a call": (CHAT, call, quoted(f"[{digits}]")),
+        "long reasoning": (CHAT, thought, long_text),
         "long options of the template": (
             CHAT,
-            lambda: inside(f'{asks}, "chat_template_kwargs": {{"a": ', long_text, "}}"),
+            asked + '"chat_template_kwargs": {"a": @}',
+            long_text,
         ),
-        "deep arguments": (
-            CHAT,
-            lambda: inside(
-                call + '{"name": "f", "arguments": ', "[" * 500 + "1" + "]" * 500, "}}]}]}"
-            ),
-        ),
-        "8,000 blocks": (
-            MESSAGE,
-            lambda: numbered(
-                head + '"messages": [{"role": "user", "content": [',
-                '{"type": "text", "text": "%d"}',
-                "]}]}",
-                8_000,
-            ),
-        ),
-        "a long block": (MESSAGE, lambda: (chat + text % long_text).encode()),
-        "many texts to embed": (
-            EMBED,
-            lambda: numbered(f'{{"model": "{model}", "input": [', '"text %d"', "]}", 60_000),
-        ),
-        "a long text to embed": (
-            EMBED,
-            lambda: f'{{"model": "{model}", "input": "{long_text}"}}'.encode(),
-        ),
-        "one emoji in a long text": (
-            COMPLETION,
-            lambda: (head + f'"prompt": "{long_text[:-8]}\U0001f600"}}').encode(),
-        ),
-        "numbers as messages": (CHAT, lambda: repeated(chat, "1", "]}")),
-        "empty messages": (CHAT, lambda: repeated(chat, '{"role":"user","content":""}', "]}")),
-        "empty lists": (CHAT, lambda: repeated(chat, "[]", "]}")),
-        "numbers as parts": (
-            CHAT,
-            lambda: repeated(chat + '{"role": "user", "content": [', "1", "]}]}"),
-        ),
-        "negative ids": (COMPLETION, lambda: repeated(head + '"prompt": [', "-1", "]}")),
-        "valid ids": (COMPLETION, lambda: repeated(head + '"prompt": [', "1", "]}")),
-        "lists of ids": (COMPLETION, lambda: repeated(head + '"prompt": [', "[1]", "]}")),
-        "empty strings": (COMPLETION, lambda: repeated(head + '"prompt": [', '""', "]}")),
-        "empty stops": (
-            COMPLETION,
-            lambda: repeated(head + '"prompt": "a", "stop": [', '""', "]}"),
-        ),
-        "unknown fields": (
-            COMPLETION,
-            lambda: numbered(head + '"prompt": "a", ', '"x%d": 1', "}", 175_000),
-        ),
-        "wrong metadata": (
-            CHAT,
-            lambda: numbered(chat + text[:-1] % "a" + ', "metadata": {', '"x%d": 1', "}}", 175_000),
-        ),
+        "deep arguments": (CHAT, call, quoted("[" * 500 + "1" + "]" * 500)),
+        "8,000 blocks": (MESSAGE, parts, numbered('{"type": "text", "text": "%d"}', 8_000)),
+        "a long block": (MESSAGE, said, long_text),
+        "many texts to embed": (EMBED, '"input": [@]', numbered('"text %d"', 60_000)),
+        "a long text to embed": (EMBED, '"input": @', long_text),
+        "one emoji in a long text": (COMPLETION, prompt, quoted(sentence * 199_720 + "\U0001f600")),
+        "numbers as messages": (CHAT, chat, repeated("1")),
+        "empty messages": (CHAT, chat, repeated('{"role":"user","content":""}')),
+        "empty lists": (CHAT, chat, repeated("[]")),
+        "numbers as parts": (CHAT, parts, repeated("1")),
+        "negative ids": (COMPLETION, ids, repeated("-1")),
+        "valid ids": (COMPLETION, ids, repeated("1")),
+        "lists of ids": (COMPLETION, ids, repeated("[1]")),
+        "empty strings": (COMPLETION, ids, repeated('""')),
+        "empty stops": (COMPLETION, continued + '"stop": [@]', repeated('""')),
+        "unknown fields": (COMPLETION, continued + "@", fields),
+        "wrong metadata": (CHAT, asked + '"metadata": {@}', fields),
         "wrong biases": (
             COMPLETION,
-            lambda: numbered(head + '"prompt": "a", "logit_bias": {', '"x%d": "a"', "}}", 175_000),
+            continued + '"logit_bias": {@}',
+            numbered('"x%d": "a"', 175_000),
         ),
+        "250,000 ids": (COMPLETION, ids, numbered("%d", 250_000)),
+        "120,000 empty lists": (CHAT, chat, repeated("[]", 360_000)),
+        "8,000 messages": (CHAT, chat, numbered(message.replace("%s", "%d"), 8_000)),
+        "60,000 unknown fields": (COMPLETION, continued + "@", numbered('"x%d": 1', 60_000)),
+        "escapes": (COMPLETION, prompt, quoted('"' * 4_100_000)),
+        "long text": (COMPLETION, prompt, long_text),
+        "long message": (CHAT, said, long_text),
+        "one long word": (COMPLETION, prompt, quoted("x" * 8_000_000)),
+    }
+
+    def make(template: str, filling: Filling) -> bytes:
+        before, after = f'{{"model": "{model}", "max_tokens": 1, {template}}}'.split("@")
+        return (before + filling(SIZE - len(before + after)) + after).encode()
+
+    made = {
+        name: (path, partial(make, template, filling))
+        for name, (path, template, filling) in described.items()
+    }
+    return made | {
         "nested lists": (CHAT, lambda: b"[" * SIZE),
         "nested objects": (CHAT, lambda: b'{"a":' * (SIZE // 5)),
-        "250,000 ids": (COMPLETION, lambda: numbered(head + '"prompt": [', "%d", "]}", 250_000)),
-        "120,000 empty lists": (CHAT, lambda: repeated(chat, "[]", "]}", 360_000)),
-        "8,000 messages": (
-            CHAT,
-            lambda: numbered(chat, '{"role": "user", "content": "%d"}', "]}", 8_000),
-        ),
-        "60,000 unknown fields": (
-            COMPLETION,
-            lambda: numbered(head + '"prompt": "a", ', '"x%d": 1', "}", 60_000),
-        ),
-        "escapes": (
-            COMPLETION,
-            lambda: head.encode() + b'"prompt": "' + b'\\"' * 4_100_000 + b'"}',
-        ),
-        "long text": (COMPLETION, lambda: (head + f'"prompt": "{long_text}"}}').encode()),
-        "long message": (CHAT, lambda: (chat + text % long_text).encode()),
-        "one long word": (COMPLETION, lambda: (head + f'"prompt": "{"x" * 8_000_000}"}}').encode()),
-        "long document": (WARM, lambda: f'{{"documents": ["{long_text}"]}}'.encode()),
+        "long document": (WARM, lambda: f'{{"documents": [{long_text(0)}]}}'.encode()),
     }
 
 

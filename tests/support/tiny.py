@@ -142,7 +142,28 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 READING_IMAGES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 """Those of ``vision_models.py`` alone."""
-SEEING = ("internvl", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", *READING_IMAGES)
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+_SQUARE = {"image_size": 28, "patch_size": 14}
+_PROJECTED = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+_INTERN = {"image_size": [28, 28], "patch_size": [14, 14]}
+_TOWERS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+    "internvl": ("InternVL", "InternVL", _INTERN, "qwen2", {"image_token_id": 259}),
+    "gemma3": ("Gemma3", "Siglip", _SQUARE, "gemma3_text", {"mm_tokens_per_image": 4}),
+    "gemma4": ("Gemma4", "Gemma4", {"num_key_value_heads": 2, "head_dim": 16}, "gemma4_text", {}),
+    "kimi_k25": (
+        *("Kimi_K25", "Kimi_K25", {"pos_emb_height": 4, "pos_emb_width": 4}),
+        *("deepseek_v3", {"projection_hidden_size": 32}),
+    ),
+    "llama4": ("Llama4", "Llama4", {**_PROJECTED, **_SQUARE}, "llama4_text", {}),
+    "mistral3": ("Mistral3", "Pixtral", {**_SQUARE, "head_dim": 16}, "mistral", {}),
+}
+"""Of models that see: the kind, the kind and sizes of the tower, the text part, other options."""
+SEEING = (*_TOWERS, *READING_IMAGES)
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 KINDS = (
@@ -173,54 +194,29 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
     return model.to(DEVICE)
 
 
+def with_tower(kind: str, tower: Any, text: Any, **options: Any) -> PreTrainedModel:
+    """A random model of this kind from the configs of its vision tower and its text part."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return model(config(text_config=text, vision_config=tower, **options))
+
+
 def seeing_model(name: str) -> PreTrainedModel:
     """A text model beside a vision tower."""
     if name in READING_IMAGES:
         from support.vision_models import make_vision_model  # which imports this module
 
         return make_vision_model(name)
-    torch.manual_seed(0)
-    vision: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    kinds = transformers
-    if name == "gemma3":
-        tower = kinds.SiglipVisionConfig(**vision, image_size=28, patch_size=14)
-        text = tiny_config("gemma3_text")
-        config = kinds.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
-        model = kinds.Gemma3ForConditionalGeneration(config)
-    elif name == "gemma4":
-        tower = kinds.Gemma4VisionConfig(**vision, num_key_value_heads=2, head_dim=16)
-        config = kinds.Gemma4Config(text_config=tiny_config("gemma4_text"), vision_config=tower)
-        model = kinds.Gemma4ForConditionalGeneration(config)
-    elif name == "llama4":
-        sizes = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
-        tower = kinds.Llama4VisionConfig(**vision, **sizes, image_size=28, patch_size=14)
-        config = kinds.Llama4Config(text_config=tiny_config("llama4_text"), vision_config=tower)
-        model = kinds.Llama4ForConditionalGeneration(config)
-    elif name == "mistral3":
-        tower = kinds.PixtralVisionConfig(**vision, image_size=28, patch_size=14, head_dim=16)
-        config = kinds.Mistral3Config(text_config=tiny_config("mistral"), vision_config=tower)
-        model = kinds.Mistral3ForConditionalGeneration(config)
-    elif name == "kimi_k25":
+    kind, tower, sizes, text, options = _TOWERS[name]
+    if text in ALL_MODELS:
+        text_config = tiny_config(text)
+    else:
         from support.families import FAMILIES, config_of
 
-        text = config_of("deepseek_v3", FAMILIES["deepseek_v3"])
-        tower = kinds.Kimi_K25VisionConfig(**vision, pos_emb_height=4, pos_emb_width=4)
-        config = kinds.Kimi_K25Config(
-            text_config=text, vision_config=tower, projection_hidden_size=32
-        )
-        model = kinds.Kimi_K25ForConditionalGeneration(config)
-    else:
-        tower = kinds.InternVLVisionConfig(**vision, image_size=[28, 28], patch_size=[14, 14])
-        config = kinds.InternVLConfig(
-            text_config=tiny_config("qwen2"), vision_config=tower, image_token_id=259
-        )
-        model = kinds.InternVLForConditionalGeneration(config)
-    return model.eval().to(DEVICE)
+        text_config = config_of(text, FAMILIES[text])
+    vision = getattr(transformers, f"{tower}VisionConfig")(**_TOWER, **sizes)
+    return with_tower(kind, vision, text_config, **options).eval().to(DEVICE)
 
 
 def any_model(name: str, **changes: Any) -> PreTrainedModel:

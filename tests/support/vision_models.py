@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
-from support.tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config
+from support.tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config, with_tower
 
 SIDE = 24
 """Pixels of a tile."""
@@ -72,60 +72,34 @@ def vision_model(name: str) -> PreTrainedModel:
 
 def make_vision_model(name: str, **changes: Any) -> PreTrainedModel:
     """A random model, the same one every time. ``changes``: of its text part."""
-    torch.manual_seed(0)
-    kinds, context = transformers, 2 * CONTEXT
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": context, **changes}
+    kinds, image = transformers, {"image_token_id": FIRST_TOKEN}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 2 * CONTEXT, **changes}
+    square = {"image_size": SIDE, "patch_size": PATCH}
+    qwen = {"video_token_id": FIRST_TOKEN + 3, "vision_start_token_id": FIRST_TOKEN + 1, **image}
+    small = {**dict.fromkeys(("hidden_size", "intermediate_size"), 32), "out_hidden_size": 64}
+    small |= {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2}
     if name in ("smolvlm", "idefics3"):
         kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[name]
-        tower = getattr(kinds, f"{kind}VisionConfig")(**_VISION, image_size=SIDE, patch_size=PATCH)
-        config = getattr(kinds, f"{kind}Config")(
-            vision_config=tower,
-            text_config=tiny_config("llama", **sizes),
-            scale_factor=2,
-            image_token_id=FIRST_TOKEN,
-            pad_token_id=256,
-        )
-        model: Any = getattr(kinds, f"{kind}ForConditionalGeneration")(config)
+        tower = getattr(kinds, f"{kind}VisionConfig")(**_VISION, **square)
+        text = tiny_config("llama", **sizes)
+        model = with_tower(kind, tower, text, scale_factor=2, pad_token_id=256, **image)
     elif name == "internvl":
-        tower = kinds.InternVLVisionConfig(
-            **_VISION, image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]
-        )
-        config = kinds.InternVLConfig(
-            text_config=tiny_config("qwen2", **sizes),
-            vision_config=tower,
-            image_token_id=FIRST_TOKEN,
-        )
-        model = kinds.InternVLForConditionalGeneration(config)
+        sides = {key: [value, value] for key, value in square.items()}
+        tower = kinds.InternVLVisionConfig(**_VISION, **sides)
+        model = with_tower("InternVL", tower, tiny_config("qwen2", **sizes), **image)
     elif name == "qwen2_5_vl":
-        tower = kinds.Qwen2_5_VLConfig().vision_config.__class__(
-            depth=2, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64,
-            patch_size=PATCH, window_size=16, fullatt_block_indexes=[1], spatial_merge_size=2,
-        )  # fmt: skip
-        config = kinds.Qwen2_5_VLConfig(
-            text_config=_spatial(name, sizes), vision_config=tower, image_token_id=FIRST_TOKEN,
-            video_token_id=FIRST_TOKEN + 3, vision_start_token_id=FIRST_TOKEN + 1,
-        )  # fmt: skip
-        model = kinds.Qwen2_5_VLForConditionalGeneration(config)
+        vision = kinds.Qwen2_5_VLConfig().vision_config.__class__
+        tower = vision(**small, window_size=16, fullatt_block_indexes=[1])
+        model = with_tower("Qwen2_5_VL", tower, _spatial(name, sizes), **qwen)
     elif name == "qwen3_vl":
-        tower = kinds.Qwen3VLVisionConfig(
-            depth=2, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64,
-            patch_size=PATCH, spatial_merge_size=2, num_position_embeddings=144,
-            deepstack_visual_indexes=[0, 1],
-        )  # fmt: skip
-        config = kinds.Qwen3VLConfig(
-            text_config=_spatial(name, sizes), vision_config=tower, image_token_id=FIRST_TOKEN,
-            video_token_id=FIRST_TOKEN + 3, vision_start_token_id=FIRST_TOKEN + 1,
-        )  # fmt: skip
-        model = kinds.Qwen3VLForConditionalGeneration(config)
+        more = {"num_position_embeddings": 144, "deepstack_visual_indexes": [0, 1]}
+        tower = kinds.Qwen3VLVisionConfig(**small, **more)
+        model = with_tower("Qwen3VL", tower, _spatial(name, sizes), **qwen)
     else:
-        tower = kinds.SiglipVisionConfig(**_VISION, image_size=SIDE, patch_size=PATCH)
-        config = kinds.Gemma3Config(
-            text_config=tiny_config("gemma3_text", **sizes),
-            vision_config=tower,
-            mm_tokens_per_image=9,
-            image_token_id=FIRST_TOKEN,
-        )
-        model = kinds.Gemma3ForConditionalGeneration(config)
+        tower = kinds.SiglipVisionConfig(**_VISION, **square)
+        text = tiny_config("gemma3_text", **sizes)
+        model = with_tower("Gemma3", tower, text, mm_tokens_per_image=9, **image)
+    model.eval()
     with torch.no_grad():  # louder weights, so that attention is far from uniform
         for key, weight in model.named_parameters():
             if weight.ndim > 1 and "vision" not in key:
@@ -134,7 +108,7 @@ def make_vision_model(name: str, **changes: Any) -> PreTrainedModel:
                 weight.normal_(0, 0.5)
     model.generation_config.eos_token_id = 256
     model.generation_config.pad_token_id = 256
-    return model.eval().to(DEVICE)
+    return model.to(DEVICE)
 
 
 def _spatial(name: str, sizes: dict[str, Any]) -> Any:

@@ -20,13 +20,11 @@ _ENTRIES = (
             "chat turn 8 takes at most 1.3 × as long as turn 2",
             "answers decoded together at least 3 × as fast as one after the other",
         ),
-        plots=True,
     ),
     Benchmark(
         "quality",
         "How far are answers over reused text from those of a full prefill?",
         "kvboost.bench.quality.deviation",
-        plots=True,
     ),
     Benchmark(
         "serve",
@@ -38,7 +36,6 @@ _ENTRIES = (
             "chat: p50 TTFT at most vllm's",
             "chat: at least vllm's requests/s",
         ),
-        plots=True,
     ),
     Benchmark(
         "agent",
@@ -48,7 +45,6 @@ _ENTRIES = (
             "append: the first tokens of a session's turns no later than vllm's",
             "files: the first tokens of a session's turns no later than vllm's",
         ),
-        plots=True,
     ),
 )
 

@@ -95,9 +95,14 @@ def test_a_run_is_shown_drawn_and_recorded(example: Benchmark, tmp_path: Path, c
 
 
 def test_a_place_that_cannot_be_written_is_found_before_the_run(example: Benchmark) -> None:
-    for given in ({"plot": Path("a.doc")}, {"output": Path("/nowhere/a")}):
-        with pytest.raises(ConfigError, match=r"must end in|there is no folder '/nowhere'"):
-            example.perform(Example(), Console(quiet=True), **given)
+    nowhere = "there is no folder '/nowhere'"
+    for name, path, said in (
+        ("plot", "a.doc", r"plot='a\.doc' must end in \.png or \.svg"),
+        ("plot", "/nowhere/a.png", nowhere),
+        ("output", "/nowhere/a", nowhere),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            example.perform(Example(), Console(quiet=True), **{name: Path(path)})
 
 
 def test_the_user_is_told_how_long_it_takes(capsys) -> None:

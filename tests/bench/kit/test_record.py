@@ -4,12 +4,9 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
 import kvboost
 from kvboost.bench.kit.goals import Goal
-from kvboost.bench.kit.record import append, code, record
-from kvboost.errors import ConfigError
+from kvboost.bench.kit.record import code, record
 
 
 def test_a_record_says_what_when_where_and_which_code() -> None:
@@ -21,15 +18,6 @@ def test_a_record_says_what_when_where_and_which_code() -> None:
     assert made["problems"] == ["it leaks"]
     assert made["settings"] == {}  # the model and the machine say the rest
     json.dumps(made)
-
-
-def test_records_are_added_to_a_file(tmp_path: Path) -> None:
-    for number in (1, 2):
-        append(tmp_path / "history.jsonl", {"benchmark": "x", "number": number})
-    lines = (tmp_path / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in lines] == [1, 2]
-    with pytest.raises(ConfigError, match="cannot be written"):
-        append(tmp_path, {})
 
 
 def test_the_commit_is_that_of_the_checkout() -> None:

@@ -71,20 +71,20 @@ def test_a_server_that_ignores_signals_is_stopped_with_its_children(
     assert not any(is_alive(number) for number in numbers)
 
 
-def test_a_server_that_ends_at_once_shows_its_last_words(setting: Setting) -> None:
-    peer = FakePeer("import os; print('no weights', os.environ['SAID']); raise SystemExit(3)")
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("raise SystemExit(3)", r"ended with 3(?s:.)*no weights from the peer"),
+        ("time.sleep(60)", r"not ready after 1 s(?s:.)*no weights from the peer"),
+    ],
+)
+def test_a_server_that_is_not_ready_shows_its_last_words(
+    setting: Setting, then: str, said: str
+) -> None:
+    words = "import os, time; print('no weights', os.environ['SAID'], flush=True); "
     with (
-        pytest.raises(KVBoostError, match=r"ended with 3(?s:.)*no weights from the peer"),
-        running(peer, setting),
-    ):
-        pass
-
-
-def test_a_server_that_is_never_ready_is_given_up(setting: Setting) -> None:
-    peer = FakePeer("import time; print('compiling', flush=True); time.sleep(60)")
-    with (
-        pytest.raises(KVBoostError, match=r"not ready after 1 s(?s:.)*compiling"),
-        running(peer, setting, timeout=1.0),
+        pytest.raises(KVBoostError, match=said),
+        running(FakePeer(words + then), setting, timeout=1.0),
     ):
         pass
 

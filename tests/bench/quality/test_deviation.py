@@ -44,6 +44,7 @@ def test_every_question_is_served_in_every_way(rows) -> None:
         assert (row.first_difference is None) == (row.top1 == 1)
         assert row.kl == pytest.approx(sum(row.kl_by_token) / len(row.kl_by_token))
         assert row.no_context_kl is not None and row.no_context_kl > 0
+        assert row.long is None and row.f1 is not None
 
 
 def test_every_edit_is_served_from_an_earlier_version_of_the_prompt(loaded) -> None:

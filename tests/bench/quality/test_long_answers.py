@@ -14,7 +14,6 @@ from kvboost.bench.quality.noise import NoiseFloor
 from kvboost.bench.quality.rows import NOISE, NOISE_KINDS, LongAnswer, Row, append_rows, load_rows
 from kvboost.bench.quality.summary import Summary, summarize
 from kvboost.bench.quality.tasks import Asking, choose
-from kvboost.bench.texts.questions import make_questions
 from kvboost.model.loading.load import LoadedModel, wrap
 from support.tiny import byte_tokenizer, tiny_model
 
@@ -141,19 +140,3 @@ def test_every_task_is_measured_over_moved_text(task: str, loaded: LoadedModel) 
     assert any(one.kl > 1e-6 for one in rows)
     if noise is not None:
         assert [one.strategy for one in rows if one.donor == NOISE] == ["bfloat16"]
-
-
-def test_recomputing_everything_gives_the_same_long_answer(loaded: LoadedModel) -> None:
-    settings = Settings(
-        task="edit", donors=("header",), strategies=("auto",), ratios=(1.0,), **ASKING
-    )
-    chosen = choose(Asking(task="edit", limit=1, **{**ASKING, "answer_tokens": 128}))
-    ((one,),) = measure(loaded, chosen, settings)
-    assert one.kl < 1e-6 and one.long is not None and one.long.likeness == 1.0
-
-
-def test_short_questions_have_no_long_answer(loaded: LoadedModel) -> None:
-    settings = Settings(donors=("header",), strategies=("none",), **{**ASKING, "answer_tokens": 2})
-    questions = make_questions(1, num_passages=3, words_per_passage=60)
-    ((one,),) = measure(loaded, questions, settings)
-    assert one.long is None and one.f1 is not None

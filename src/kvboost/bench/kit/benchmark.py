@@ -138,7 +138,6 @@ class Benchmark:
     module: str
     goals: tuple[str, ...] = ()
     """The goals; the report says whether they were reached."""
-    plots: bool = False
     long_running: bool = False
     """Whether the process bounds torch's kernel caches, as the server does."""
 
@@ -202,14 +201,12 @@ class Bench:
         parts = getattr(self.settings, "model", None), self.machine.get("dtype"), chip
         return ", ".join(str(part) for part in parts if part)
 
-    def load_engine(self, **options: Any) -> KVBoost:
+    def load_engine(self) -> KVBoost:
         """The model of the settings in an engine; says how long the run will take."""
         from kvboost import KVBoost
 
         asked = cast(ModelSettings, self.settings)
-        engine = KVBoost.from_pretrained(
-            asked.model, device=asked.device, dtype=asked.dtype, **options
-        )
+        engine = KVBoost.from_pretrained(asked.model, device=asked.device, dtype=asked.dtype)
         self.describe(engine.device, engine.dtype)
         self._estimate(engine)
         return engine

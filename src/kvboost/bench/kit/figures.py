@@ -78,11 +78,9 @@ def draw_lines(
     log_x: bool = False,
     styles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Figure:
-    """Panels side by side, in each a line per name with its spread, on a log axis. A name looks
-    the same in every panel; ``styles`` adds to its look.
-
-    A log axis has no place for zero: such points are drawn hollow, below all others.
-    """
+    """Panels side by side, in each a line per name with its spread, on a log axis that ends in a
+    linear part if there are zeros. A name looks the same in every panel; ``styles`` adds to its
+    look."""
     from matplotlib.lines import Line2D
 
     points = [point for lines in panels.values() for line in lines.values() for point in line]
@@ -92,7 +90,8 @@ def draw_lines(
     heights = [value.middle for value in values]
     if not all(math.isfinite(number) for number in (*heights, *(at for at, _ in points))):
         raise ValueError("every number of a plot must be finite")
-    zero_at = _below(heights)
+    least = min((height for height in heights if height > 0), default=1e-5)
+    has_zeros = min(heights) <= 0
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     looks: dict[str, dict[str, Any]] = {
         name: {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.8, "label": name}
@@ -105,33 +104,24 @@ def draw_lines(
         if log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_yscale("log")
+        axes.set_yscale(
+            **({"value": "symlog", "linthresh": least} if has_zeros else {"value": "log"})
+        )
         plain_log_labels(axes.yaxis)
         for name, line in lines.items():
-            _draw_line(axes, sorted(line, key=lambda point: point[0]), looks[name], zero_at)
-    low, high = min(max(one, zero_at) for one in heights), max(heights)
-    row[0].set_ylim(low / 1.6, max(high, zero_at, *(one.high for one in values)) * 1.6)
+            _draw_line(axes, sorted(line, key=lambda point: point[0]), looks[name])
+    bottom = -least / 5 if has_zeros else least / 1.6
+    row[0].set_ylim(bottom, max(least, *(one.high for one in values)) * 1.6)
     shown = [look for look in looks.values() if not look["label"].startswith("_")]
-    handles = [Line2D([], [], **look) for look in shown]
-    if min(value.middle for value in values) <= 0:
-        label = f"hollow: 0, drawn at {zero_at:.0e}"
-        handles.append(Line2D([], [], color=INK, marker="o", mfc="white", ls="none", label=label))
-    return _with_legend(figure, handles)
+    return _with_legend(figure, [Line2D([], [], **look) for look in shown])
 
 
-def _draw_line(
-    axes: Any, line: Sequence[tuple[float, Number]], look: Mapping[str, Any], zero_at: float
-) -> None:
-    found = [(at, Value.of(one)) for at, one in line]
-    drawn = [(at, one) for at, one in found if one.middle > 0]
-    x = [at for at, _ in drawn]
-    axes.plot(x, [one.middle for _, one in drawn], **look)
-    lows, highs = [one.low for _, one in drawn], [one.high for _, one in drawn]
+def _draw_line(axes: Any, line: Sequence[tuple[float, Number]], look: Mapping[str, Any]) -> None:
+    x, found = [at for at, _ in line], [Value.of(one) for _, one in line]
+    axes.plot(x, [one.middle for one in found], **look)
+    lows, highs = [one.low for one in found], [one.high for one in found]
     if lows != highs:
         axes.fill_between(x, lows, highs, color=look["color"], alpha=0.12, linewidth=0)
-    if zeros := [at for at, one in found if one.middle <= 0]:
-        mark = {"edgecolors": look["color"], "facecolors": "white", "marker": look["marker"]}
-        axes.scatter(zeros, [zero_at] * len(zeros), **mark)
 
 
 def draw_bars(
@@ -230,9 +220,3 @@ def _own_legend(axes: Any, handles: Sequence[Any]) -> None:
     """Below the axes of one panel."""
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
     axes.legend(handles=handles, ncols=3, fontsize=9, frameon=False, **place)
-
-
-def _below(values: Sequence[float]) -> float:
-    """A power of ten well under the positive values, for what is not positive."""
-    smallest = min((value for value in values if value > 0), default=1e-5)
-    return float(10.0 ** math.floor(math.log10(smallest) - 0.5))

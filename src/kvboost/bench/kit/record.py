@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.bench.kit.goals import Goal
-from kvboost.errors import ConfigError
 
 NOT_A_SETTING = ("model", "device", "dtype")
 """These are told by the model and the machine of a record."""
@@ -46,15 +43,6 @@ def record(
     if problems:
         made["problems"] = list(problems)
     return made
-
-
-def append(path: str | os.PathLike[str], made: Mapping[str, Any]) -> None:
-    """Adds a record to a file of JSON lines."""
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps(made) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)!r} cannot be written ({error.strerror})") from error
 
 
 def as_json(row: Any, *properties: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -126,32 +125,3 @@ def _docstring(tree: ast.Module) -> str | None:
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     return ast.get_docstring(function, clean=False)
-
-
-WORDS = re.compile(r" ?\w+|\n *|[^\w\s]|\s")
-"""Matches about a token of code."""
-
-
-@dataclass(frozen=True)
-class CodeEdit:
-    question: str
-    answer: str
-    """As it should be."""
-
-
-def code_edit(number: int) -> CodeEdit:
-    one = edits()[number]
-    question = (
-        f"Rename {one.old} to {one.new} in this function and change nothing else. Answer with the "
-        f"whole function only.\n\n```python\n{one.code}```"
-    )
-    return CodeEdit(question, f"```python\n{one.edited}```")
-
-
-def words_as_tokens(texts: list[str], first: int) -> list[list[int]]:
-    """Texts as numbers, from ``first`` on, one for each word: for models with random weights."""
-    known: dict[str, int] = {}
-    return [
-        [first + known.setdefault(word, len(known)) for word in WORDS.findall(text)]
-        for text in texts
-    ]
