@@ -120,14 +120,12 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(bits: int, group: int, 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_gated_product(rows: int, with_bias: bool) -> None:
     gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
-    biases = (torch.randn(48), torch.randn(48)) if with_bias else ()
+    bias = torch.randn(96) if with_bias else None
     x = random_rows(rows, 64)
-    first, second = (
-        linear(rounded(x), weight.dequantized(), bias)
-        for weight, bias in zip((gate, up), biases or (None, None), strict=True)
-    )
+    dense = torch.cat([gate.dequantized(), up.dequantized()])
+    first, second = linear(rounded(x), dense, bias).split(48, dim=1)
     expected = silu(first) * second
-    given = QuantizedProduct.gated(gate, up, biases)(x)
+    given = QuantizedProduct((gate, up), bias, gated=True)(x)
     assert torch.allclose(given, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -135,7 +133,7 @@ def test_a_gated_product_of_two_codes() -> None:
     gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
     x = random_rows(9, 64)
     first, second = (QuantizedProduct(weight, fine=True)(x) for weight in (gate, up))
-    given = QuantizedProduct.gated(gate, up, fine=True)(x)
+    given = QuantizedProduct((gate, up), gated=True, fine=True)(x)
     assert torch.allclose(given, silu(first) * second, rtol=1e-4, atol=1e-4)
 
 
@@ -210,7 +208,7 @@ def test_weights_without_a_kernel() -> None:
     with pytest.raises(ValueError, match="finite"):
         QuantizedProduct(QuantizedWeight(good.codes, good.scales * float("inf"), None, 4, 32))
     with pytest.raises(ValueError, match="same shape"):
-        QuantizedProduct.gated(good, random_weight(32, 32))
+        QuantizedProduct((good, random_weight(32, 32)), gated=True)
     with pytest.raises(ValueError, match="as many columns"):
         QuantizedProduct((good, random_weight(16, 64)))
     assert not can_multiply_quantized(good, torch.float16)
