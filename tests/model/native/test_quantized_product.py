@@ -118,22 +118,17 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(bits: int, group: int, 
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_gated_product(rows: int, with_bias: bool) -> None:
-    gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
+@pytest.mark.parametrize("fine", [False, True])
+def test_a_gated_product(rows: int, with_bias: bool, fine: bool) -> None:
+    weights = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
     bias = torch.randn(96) if with_bias else None
+    biases = (None, None) if bias is None else bias.split(48)
     x = random_rows(rows, 64)
-    dense = torch.cat([gate.dequantized(), up.dequantized()])
-    first, second = linear(rounded(x), dense, bias).split(48, dim=1)
-    expected = silu(first) * second
-    given = QuantizedProduct((gate, up), bias, gated=True)(x)
-    assert torch.allclose(given, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_gated_product_of_two_codes() -> None:
-    gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
-    x = random_rows(9, 64)
-    first, second = (QuantizedProduct(weight, fine=True)(x) for weight in (gate, up))
-    given = QuantizedProduct((gate, up), gated=True, fine=True)(x)
+    first, second = (
+        QuantizedProduct(weight, own, fine=fine)(x)
+        for weight, own in zip(weights, biases, strict=True)
+    )
+    given = QuantizedProduct(weights, bias, gated=True, fine=fine)(x)
     assert torch.allclose(given, silu(first) * second, rtol=1e-4, atol=1e-4)
 
 
