@@ -117,12 +117,6 @@ def test_fixed_is_the_grid_and_decodes_nothing():
     assert Cutter("fixed", 4, refuse, 11)(ids) == fixed(11, 4)
 
 
-def test_a_sentence_ends_a_chunk_once_it_is_half_full():
-    chunks = cut(by_character("semantic", 10), "No. Well, yes. 0123456789abc")
-    assert chunks == ["No. Well, ", "yes. 01234", "56789abc"]
-    assert cut(by_character("semantic", 20), "No. Well, yes. And") == ["No. Well, yes.", " And"]
-
-
 @pytest.mark.parametrize(
     ("piece", "ends"),
     [

@@ -80,14 +80,10 @@ def test_damaged_weights_are_refused_with_the_folder(folder, tmp_path) -> None:
         KVBoost.from_pretrained(str(tmp_path))
 
 
-def test_a_hub_id_that_is_not_found_explains_itself() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"'no-one/nothing' is not a bundled or installed"):
-        KVBoost.from_pretrained("no-one/nothing", local_files_only=True)
-
-
 @pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "someone/smollm2-135m-instruct"])
 def test_a_misspelled_name_is_guessed(name) -> None:
-    with pytest.raises(ModelNotFoundError, match="Did you mean 'smollm2-135m'"):
+    said = f"'{name}' is not a bundled or installed.*Did you mean 'smollm2-135m'"
+    with pytest.raises(ModelNotFoundError, match=said):
         KVBoost.from_pretrained(name, local_files_only=True)
 
 
