@@ -102,10 +102,9 @@ class FrozenLinear(nn.Module):
 class PackedLinear(FrozenLinear):
     """The layer at ``index`` of its ``group``."""
 
-    def __init__(self, linear: nn.Linear, group: PackedGroup | None = None, index: int = 0) -> None:
+    def __init__(self, linear: nn.Linear, group: PackedGroup, index: int) -> None:
         super().__init__(linear)
-        self.group = group or PackedGroup([linear])
-        self._index = index
+        self.group, self._index = group, index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if are_few(rows):
