@@ -99,13 +99,6 @@ def test_all_chunks_but_the_last_stay_when_a_sequence_grows(strategy, size, mark
     assert cutter(as_token_ids(ids + more))[: len(settled)] == settled
 
 
-@given(st.sampled_from(STRATEGIES), sizes, st.sampled_from(MARKERS), tokens)
-def test_chunks_cover_everything_once_and_none_is_too_long(strategy, size, markers, ids):
-    intervals = Cutter(strategy, size, pieces, len(PIECES), markers)(as_token_ids(ids))
-    assert [at for start, end in intervals for at in range(start, end)] == list(range(len(ids)))
-    assert all(1 <= end - start <= size for start, end in intervals)
-
-
 @given(sizes, st.sampled_from(["\n", "-"]), tokens, tokens)
 def test_a_document_is_cut_alike_at_any_position(size, character, ids, document):
     cutter = Cutter("document", size, pieces, len(PIECES), [character * 2])
@@ -122,12 +115,6 @@ def test_fixed_is_the_grid_and_decodes_nothing():
 
     ids = as_token_ids(range(11))
     assert Cutter("fixed", 4, refuse, 11)(ids) == fixed(11, 4)
-
-
-def test_a_sentence_ends_a_chunk_once_it_is_half_full():
-    chunks = cut(by_character("semantic", 10), "No. Well, yes. 0123456789abc")
-    assert chunks == ["No. Well, ", "yes. 01234", "56789abc"]
-    assert cut(by_character("semantic", 20), "No. Well, yes. And") == ["No. Well, yes.", " And"]
 
 
 @pytest.mark.parametrize(
@@ -149,53 +136,37 @@ def test_text_without_any_end_is_cut_on_the_grid(strategy: str):
     assert by_character(strategy, 128)(ids) == fixed(len(ids), 128)
 
 
-def test_documents_end_after_their_marker():
-    cutter = by_character("document", 20)
-    assert cut(cutter, "document 1\n\ndocument 2\n\ndoc") == [
-        "document 1\n\n",
-        "document 2\n\n",
-        "doc",
-    ]
-    assert cut(cutter, "one\ntwo\nthree\n") == ["one\ntwo\nthree\n"]
+BLANK_LINE = ["\n\n"]
 
 
-def test_a_long_document_is_cut_from_its_own_beginning_and_its_rest_stays_alone():
-    chunks = cut(by_character("document", 10), "document\n\n0123456789ab\n\nnext")
-    assert chunks == ["document\n\n", "0123456789", "ab\n\n", "next"]
-
-
-def test_a_short_document_joins_the_next():
-    chunks = cut(by_character("document", 20), "one\n\ntwo\n\nthree\n\nfour")
-    assert chunks == ["one\n\ntwo\n\n", "three\n\nfour"]
-
-
-def test_a_document_is_long_enough_at_its_eighth_token():
+@pytest.mark.parametrize(
+    ("markers", "size", "chunks"),
+    [
+        (BLANK_LINE, 20, ["document 1\n\n", "document 2\n\n", "doc"]),
+        (BLANK_LINE, 20, ["one\ntwo\nthree\n"]),
+        # a long one is cut from its own beginning, and its rest stays alone
+        (BLANK_LINE, 10, ["document\n\n", "0123456789", "ab\n\n", "next"]),
+        # one shorter than eight tokens joins the next
+        (BLANK_LINE, 20, ["one\n\ntwo\n\n", "three\n\nfour"]),
+        (BLANK_LINE, 20, ["seven\n\neight.\n\n", "next"]),
+        (BLANK_LINE, 20, ["eight.\n\n", "next"]),
+        (BLANK_LINE, 20, ["eight\n\n\n", "next"]),  # markers may overlap
+        (BLANK_LINE, 20, ["document\n  \n", "next"]),  # a line of spaces is a blank one
+        (["###", "\n\n"], 20, ["document###", " another\n\n", "next"]),
+        (["\n\n", "###"], 20, ["document###", " another\n\n", "next"]),
+        # the marker that ends first counts when one holds another
+        (["cument--1", "--"], 20, ["document--", "1 next"]),
+    ],
+)
+def test_documents_end_after_their_marker(markers: list[str], size: int, chunks: list[str]):
     assert SHORTEST_DOCUMENT == 8
-    cutter = by_character("document", 20)
-    assert cut(cutter, "seven\n\neight.\n\nnext") == ["seven\n\neight.\n\n", "next"]
-    assert cut(cutter, "eight.\n\nnext") == ["eight.\n\n", "next"]
-    assert cut(cutter, "eight\n\n\nnext") == ["eight\n\n\n", "next"], "markers may overlap"
-
-
-def test_a_line_of_spaces_is_a_blank_line():
-    assert cut(by_character("document", 20), "document\n  \nnext") == ["document\n  \n", "next"]
+    assert cut(by_character("document", size, markers), "".join(chunks)) == chunks
 
 
 def test_a_marker_may_span_many_tokens_and_end_inside_one():
     words = ["<", "/", "doc", ">\n", "word "]
     cutter = Cutter("document", 64, lambda ids: words[ids[0]], 5, ["</doc>"])
     assert cutter(as_token_ids([4] * 6 + [0, 1, 2, 3] + [4] * 3)) == [(0, 10), (10, 13)]
-
-
-@pytest.mark.parametrize("markers", [["###", "\n\n"], ["\n\n", "###"]])
-def test_each_of_several_markers_ends_a_document(markers: list[str]):
-    chunks = cut(by_character("document", 20, markers), "document### another\n\nnext")
-    assert chunks == ["document###", " another\n\n", "next"]
-
-
-def test_the_marker_that_ends_first_counts_when_one_holds_another():
-    cutter = by_character("document", 20, ["cument--1", "--"])
-    assert cut(cutter, "document--1 next") == ["document--", "1 next"]
 
 
 @pytest.mark.parametrize("strategy", ["semantic", "document"])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import (
     HASHED_STEP,
     ChunkKey,
@@ -41,14 +40,6 @@ def test_token_ids_are_copied_and_read_only() -> None:
     ids = as_token_ids(source)
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 5
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(0, []), (3, [(0, 3)]), (8, [(0, 4), (4, 8)]), (9, [(0, 4), (4, 8), (8, 9)])],
-)
-def test_fixed_chunks_cover_everything_once(length, expected) -> None:
-    assert fixed(length, 4) == expected
 
 
 @given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 200), st.integers(0, 3))

@@ -75,10 +75,6 @@ def test_about_two_of_span_plus_one_windows_are_marks() -> None:
     assert num_marks == pytest.approx(20_000 * 2 / (SPAN + 1), rel=0.1)
 
 
-def test_one_repeated_token_has_one_mark() -> None:
-    assert len(marks(as_token_ids([7] * 1_000))) == 1
-
-
 def test_other_secrets_and_salts_have_other_marks() -> None:
     ids = words(500)
     variants = [

@@ -36,12 +36,13 @@ def test_scales_follow_the_config(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
-    digest = read_adapter(write_adapter(tmp_path / "a", MODEL, targets=QV)).digest
+    digest = read_adapter(write_adapter(tmp_path / "a", MODEL, targets=QV)).hashed.result()
     same = write_adapter(tmp_path / "b", MODEL, targets=QV, base_model_name_or_path="elsewhere")
-    assert read_adapter(same).digest == digest
+    assert read_adapter(same).hashed.result() == digest
     for changes in ({"seed": 1}, {"lora_alpha": 3}, {"alora_invocation_tokens": [1]}):
         given: Any = {"targets": QV, **changes}
-        assert read_adapter(write_adapter(tmp_path / "c", MODEL, **given)).digest != digest
+        other = read_adapter(write_adapter(tmp_path / "c", MODEL, **given))
+        assert other.hashed.result() != digest
 
 
 @pytest.mark.parametrize(

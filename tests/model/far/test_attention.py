@@ -76,20 +76,6 @@ def test_any_split_equals_all_rows_near(data: st.DataObject) -> None:
     assert torch.allclose(found, run(whole, positions, query, layer, **options), atol=1e-5)
 
 
-@pytest.mark.parametrize("dim", [8, 32])  # torch's kernels and, where they compile, ours
-@pytest.mark.parametrize("num_queries", [1, 5])
-def test_attending_where_the_rows_are_and_streaming_agree(dim: int, num_queries: int) -> None:
-    whole = filled(dim, 1)
-    query = torch.randn(1, 6, num_queries, dim)
-    expected = attend_part(query, *whole.layer(1, 0, 150), 0.3)
-    host, streamed = HostAttention(whole.shape), late_attention(whole.shape, 64)
-    for method in (host, streamed):
-        out, sums = method.attend(FarRows(whole.data, 150, method), 1, query, 0.3)
-        assert torch.allclose(out, expected[0], atol=1e-5)
-        assert torch.allclose(sums, expected[1], atol=1e-5)
-    assert streamed.num_streamed == 1
-
-
 def test_many_keys_are_cut_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost.model.far.host.LEAST_PIECE", 32)
     monkeypatch.setattr("kvboost.model.far.host.GRID", 8)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -73,21 +74,16 @@ def test_a_folder_without_weights_says_so(folder, tmp_path) -> None:
 
 
 def test_damaged_weights_are_refused_with_the_folder(folder, tmp_path) -> None:
-    for path in folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(os.urandom(4096))
     with pytest.raises(ModelNotFoundError, match=f"{tmp_path} holds no model"):
         KVBoost.from_pretrained(str(tmp_path))
 
 
-def test_a_hub_id_that_is_not_found_explains_itself() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"'no-one/nothing' is not a bundled or installed"):
-        KVBoost.from_pretrained("no-one/nothing", local_files_only=True)
-
-
 @pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "someone/smollm2-135m-instruct"])
 def test_a_misspelled_name_is_guessed(name) -> None:
-    with pytest.raises(ModelNotFoundError, match="Did you mean 'smollm2-135m'"):
+    said = f"'{name}' is not a bundled or installed.*Did you mean 'smollm2-135m'"
+    with pytest.raises(ModelNotFoundError, match=said):
         KVBoost.from_pretrained(name, local_files_only=True)
 
 
@@ -160,8 +156,7 @@ def test_code_in_a_model_folder_does_not_run_unless_it_is_trusted(
     folder, monkeypatch, tmp_path, part
 ) -> None:
     """Not even if something types ``y``."""
-    for path in folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "evil.py").write_text(EVIL)
     if part == "config":
         changes = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}

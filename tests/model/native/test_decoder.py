@@ -25,6 +25,7 @@ from support.kernel_forms import CPU, SIZES, close, each_dtype
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "biased": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "halved": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"hidden_size": 128}),
 }
@@ -37,7 +38,7 @@ def make(name: str, dtype: torch.dtype, **more: object) -> PreTrainedModel:
     for parameter in model.parameters():  # biases begin as zeros, norms as ones
         if parameter.ndim == 1:
             parameter.data += torch.randn(parameter.shape).to(parameter.dtype) * 0.2
-    return model
+    return model.bfloat16().to(dtype) if name == "halved" else model
 
 
 def forward_of(model: PreTrainedModel) -> Forward:
@@ -88,7 +89,11 @@ def run(forward: Forward, hook: Notes | None, until: int | None = None) -> list[
 @pytest.mark.parametrize("hooked", [False, True])
 def test_our_layers_equal_the_models_own(dtype: torch.dtype, name: str, hooked: bool) -> None:
     model = make(name, dtype)
-    forward = forward_of(model)
+    packed = pack_layers(model)
+    assert len(packed.products) == 4 * SIZES["num_hidden_layers"]
+    is_halved = name == "halved" and dtype == torch.float32  # weights of 16 bits, kept as such
+    assert {product.is_halved for product in packed.products.values()} == {is_halved}
+    forward = Forward(model, packed=True, fast_layers=packed)
     assert all(is_native(model))
     ours, theirs = Notes(), Notes()
     given = run(forward, ours if hooked else None)
@@ -98,23 +103,6 @@ def test_our_layers_equal_the_models_own(dtype: torch.dtype, name: str, hooked: 
     for mine, reference in zip([*given, *ours.seen], [*expected, *theirs.seen], strict=True):
         assert close(mine, reference, 5)
     assert not hooked or len(ours.seen) == 4 * SIZES["num_hidden_layers"]
-
-
-def test_weights_that_are_bfloat16_numbers_are_kept_in_half_the_memory() -> None:
-    """In float32; the logits are those of the model's own layers."""
-    if not can_pack(CPU, torch.float32):
-        pytest.skip("no float32 kernels")
-    model = make("biased", torch.bfloat16).float()
-    packed = pack_layers(model)
-    assert len(packed.products) == 4 * SIZES["num_hidden_layers"]
-    assert all(product.is_halved for product in packed.products.values())
-    forward = Forward(model, packed=True, fast_layers=packed)
-    assert all(is_native(model))
-    given = run(forward, None)
-    for layer in model.model.layers:
-        restore_forward(layer)
-    for mine, reference in zip(given, run(forward, None), strict=True):
-        assert close(mine, reference, 5)
 
 
 @each_dtype

@@ -53,7 +53,7 @@ def test_many_rows_of_a_gated_product_and_an_odd_number_of_columns() -> None:
     rows = torch.randn(100, 160).bfloat16()
     gates, values = (rows.double() @ part.dequantized().double().t() for part in (gate, up))
     expected = torch.nn.functional.silu(gates) * values
-    found = QuantizedProduct.gated(gate, up, dtype=torch.bfloat16)(rows)
+    found = QuantizedProduct((gate, up), gated=True, dtype=torch.bfloat16)(rows)
     assert torch.allclose(found.double(), expected, atol=0.02 * float(expected.abs().max()))
     narrow = weight(4, 32, True, n=48)  # tiles have 32 columns: these are multiplied as few rows
     found = QuantizedProduct(narrow, dtype=torch.bfloat16)(rows)

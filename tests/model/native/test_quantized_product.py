@@ -118,24 +118,17 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(bits: int, group: int, 
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_gated_product(rows: int, with_bias: bool) -> None:
-    gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
-    biases = (torch.randn(48), torch.randn(48)) if with_bias else ()
+@pytest.mark.parametrize("fine", [False, True])
+def test_a_gated_product(rows: int, with_bias: bool, fine: bool) -> None:
+    weights = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
+    bias = torch.randn(96) if with_bias else None
+    biases = (None, None) if bias is None else bias.split(48)
     x = random_rows(rows, 64)
     first, second = (
-        linear(rounded(x), weight.dequantized(), bias)
-        for weight, bias in zip((gate, up), biases or (None, None), strict=True)
+        QuantizedProduct(weight, own, fine=fine)(x)
+        for weight, own in zip(weights, biases, strict=True)
     )
-    expected = silu(first) * second
-    given = QuantizedProduct.gated(gate, up, biases)(x)
-    assert torch.allclose(given, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_gated_product_of_two_codes() -> None:
-    gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
-    x = random_rows(9, 64)
-    first, second = (QuantizedProduct(weight, fine=True)(x) for weight in (gate, up))
-    given = QuantizedProduct.gated(gate, up, fine=True)(x)
+    given = QuantizedProduct(weights, bias, gated=True, fine=fine)(x)
     assert torch.allclose(given, silu(first) * second, rtol=1e-4, atol=1e-4)
 
 
@@ -210,7 +203,7 @@ def test_weights_without_a_kernel() -> None:
     with pytest.raises(ValueError, match="finite"):
         QuantizedProduct(QuantizedWeight(good.codes, good.scales * float("inf"), None, 4, 32))
     with pytest.raises(ValueError, match="same shape"):
-        QuantizedProduct.gated(good, random_weight(32, 32))
+        QuantizedProduct((good, random_weight(32, 32)), gated=True)
     with pytest.raises(ValueError, match="as many columns"):
         QuantizedProduct((good, random_weight(16, 64)))
     assert not can_multiply_quantized(good, torch.float16)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvboost import KVTooLargeError
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
@@ -173,9 +174,7 @@ def test_a_pool_shares_pages() -> None:
     assert any("is held" in fault for fault in pool.check_integrity())
 
 
-def test_a_request_that_outgrows_the_slab_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvboost import KVTooLargeError
-
+def test_a_request_that_outgrows_the_slab_is_told() -> None:
     pool = PagedPool(SHAPE, 2 * PAGE * SHAPE.row_bytes, 1, 1024, on_slab=lambda _: None)
     with pool.lend(PAGE) as kv, pytest.raises(KVTooLargeError, match="max_kv_bytes"):
         kv.reserve(5 * PAGE)

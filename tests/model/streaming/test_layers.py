@@ -12,8 +12,6 @@ from torch import nn
 
 from kvboost.errors import ModelError
 from kvboost.model.execution.host_memory import host_memory
-from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
-from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout
@@ -122,37 +120,6 @@ def test_a_file_that_cannot_be_read_fails_the_forward(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="streamed layers cannot be read: it ends before byte 150"):
         layers.take(1)
     layers.close()
-
-
-def test_packed_layers_stream_with_their_products() -> None:
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    torch.manual_seed(1)
-    for layer in decoder_layers(model):
-        for parent in (layer.self_attn, layer.mlp):
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    setattr(parent, name, packed_like(linear))
-    expected = logits_of(model)
-    slots, placement = stream(model, resident=(3,))
-    for _ in range(2):
-        assert torch.equal(logits_of(model), expected)
-    first = decoder_layers(model)[0]
-    assert slots.num_waits == 2 * (LAYERS - 1)
-    held = first.mlp.up_proj.product._weight.codes.untyped_storage().data_ptr()
-    assert held == slots.buffers.untyped_storage().data_ptr()
-    codes = sum(
-        child.product.num_bytes for child in first.mlp.children() if hasattr(child, "product")
-    )
-    assert streamed_of(placement).pass_bytes > (LAYERS - 1) * codes
-
-
-def packed_like(linear: nn.Linear) -> QuantizedLinear:
-    n, k = linear.out_features, linear.in_features
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-    scales, offsets = torch.rand(2, n, k // 32, dtype=torch.float16)
-    weight = QuantizedWeight(codes, scales * 0.05, offsets * -0.4, 4, 32).to(linear.weight.device)
-    product = BlockProduct(weight)
-    return QuantizedLinear((n, k), product, has_bias=False, digest=weight.digest())
 
 
 def test_a_slab_holds_tensors_of_any_type() -> None:

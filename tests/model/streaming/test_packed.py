@@ -62,7 +62,14 @@ def test_a_parked_model_streams_its_codes(
     assert placement.streamed is not None and 0 < len(placement.streamed) < 6
     assert (len(placement.plan.on_disk) > 0) == spills
     assert isinstance(model.get_input_embeddings(), HostEmbedding)
-    assert isinstance(decoder_layers(model)[0].mlp.up_proj.product, BlockProduct)
+    streamed = decoder_layers(model)[placement.plan.streamed[0]]
+    held_products = [each.product for each in streamed.mlp.children() if hasattr(each, "product")]
+    for product in held_products:
+        assert isinstance(product, BlockProduct)
+        held = product._weight.codes.untyped_storage().data_ptr()
+        assert held == made[0].buffers.untyped_storage().data_ptr()
+    codes = sum(product.num_bytes for product in held_products)
+    assert placement.streamed.pass_bytes > len(placement.streamed) * codes > 0
     for _ in range(2):
         assert torch.equal(logits_of(model), expected)
     assert made[0].num_waits == 2 * len(placement.streamed)

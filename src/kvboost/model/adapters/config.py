@@ -94,9 +94,7 @@ class LoraConfig:
         limit = f", {most:,} at most" if math.isfinite(most) else ""
         raise refuse(self._folder, f"{field}={_shown(value)} in {CONFIG}; above 0{limit}")
 
-    def _patterns(
-        self, config: Mapping[str, Any], field: str, most: float = math.inf
-    ) -> Patterns[float]:
+    def _patterns(self, config: Mapping[str, Any], field: str, most: float = math.inf) -> Patterns:
         found = config.get(field) or {}
         if not isinstance(found, dict):
             raise refuse(self._folder, f"{field}={_shown(found)} in {CONFIG} must be an object")
@@ -106,7 +104,7 @@ class LoraConfig:
         except ValueError as error:
             raise refuse(self._folder, f"{field} in {CONFIG}: {error}") from None
 
-    def _find(self, field: str, patterns: Patterns[float], module: str) -> float | None:
+    def _find(self, field: str, patterns: Patterns, module: str) -> float | None:
         try:
             return patterns.find(module)
         except ValueError as error:

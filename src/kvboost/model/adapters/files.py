@@ -70,7 +70,7 @@ class ModuleShape:
 
 
 class AdapterFiles:
-    """The contents of an adapter's files. ``modules`` and ``digest`` read its weights when they are
+    """The contents of an adapter's files. ``modules`` and ``hashed`` read its weights when they are
     first asked for; they raise AdapterError if the file is damaged or has changed meanwhile."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,17 +92,12 @@ class AdapterFiles:
 
     @cached_property
     def hashed(self) -> Future[str]:
-        """The digest, computed in a thread: weights can be placed meanwhile."""
+        """The digest, computed in a thread: weights can be placed meanwhile. It depends on the
+        tensors' bytes, their scales and the invocation tokens, and nothing else."""
         hashing = ThreadPoolExecutor(1)
         hashed = hashing.submit(_digest, self.modules, self.invocation)
         hashing.shutdown(wait=False)
         return hashed
-
-    @property
-    def digest(self) -> str:
-        """Depends on the tensors' bytes, their scales and the invocation tokens, and nothing
-        else."""
-        return self.hashed.result()
 
     def _read_tensors(self) -> dict[str, torch.Tensor]:
         needed, free = COPIES_IN_MEMORY * self._size, available_bytes()

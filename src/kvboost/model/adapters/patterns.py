@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from typing import Generic, TypeVar
 
 MOST_PATTERNS = 4096
 LONGEST_PATTERN = 256
@@ -27,19 +26,17 @@ _GROUP = rf"\((?:\?:)?{_CHARACTER}+(?:\|{_CHARACTER}+)*\)"
 _SIMPLE = re.compile(rf"\^?(?:{_CHARACTER}[*+?]?|{_GROUP})+\$?", re.ASCII)
 _PARTS = re.compile(rf"(?P<group>{_GROUP})|{_CHARACTER}(?P<repeat>[*+?]?)", re.ASCII)
 
-Value = TypeVar("Value")
 
+class Patterns:
+    """Numbers by pattern. Raises ``ValueError`` for too many, or for one that is not simple."""
 
-class Patterns(Generic[Value]):
-    """Values by pattern. Raises ``ValueError`` if there are too many, or one that is not simple."""
-
-    def __init__(self, values: Mapping[str, Value]) -> None:
+    def __init__(self, values: Mapping[str, float]) -> None:
         if len(values) > MOST_PATTERNS:
             raise ValueError(f"{len(values)} patterns; {MOST_PATTERNS} are allowed")
         self._left = MOST_SECONDS
         self._values = [(_compile(pattern), value) for pattern, value in values.items()]
 
-    def find(self, module: str) -> Value | None:
+    def find(self, module: str) -> float | None:
         """The value of the first pattern that a module's path ends with, as PEFT chooses it; None
         if there is none. Raises ``ValueError`` if this takes too long."""
         started = time.monotonic()

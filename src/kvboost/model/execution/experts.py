@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from kvboost.model import triton
+from kvboost.model.execution.fast_layers import is_silu
 
 NAME = "kvboost"
 OWN = "_kvboost_own_experts"
@@ -105,12 +106,8 @@ def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     apply = getattr(type(module), "_apply_gate", None)
     if apply is None:
         return None
-    if apply is moe._default_apply_gate and _is_silu(getattr(module, "act_fn", None)):
+    if apply is moe._default_apply_gate and is_silu(module):
         return gate
     if hasattr(module, "alpha") and hasattr(module, "limit") and not module.is_concatenated:
         return partial(limited_gate, alpha=module.alpha, limit=module.limit)
     return partial(apply, module)
-
-
-def _is_silu(act: object) -> bool:
-    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"

@@ -102,10 +102,9 @@ class FrozenLinear(nn.Module):
 class PackedLinear(FrozenLinear):
     """The layer at ``index`` of its ``group``."""
 
-    def __init__(self, linear: nn.Linear, group: PackedGroup | None = None, index: int = 0) -> None:
+    def __init__(self, linear: nn.Linear, group: PackedGroup, index: int) -> None:
         super().__init__(linear)
-        self.group = group or PackedGroup([linear])
-        self._index = index
+        self.group, self._index = group, index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if are_few(rows):
@@ -210,7 +209,7 @@ def _quantized_layers(model: nn.Module) -> FastLayers:
         found = {part: joint_product(*part) for part in _parts_of(layer)}
         products = {part: product for part, product in found.items() if product is not None}
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        if len(products) == len(found) and _is_silu(layer.mlp) and all(map(_is_rms_norm, norms)):
+        if len(products) == len(found) and is_silu(layer.mlp) and all(map(_is_rms_norm, norms)):
             packed.products.update(products)
             packed.norms.update(norms)
     return packed
@@ -241,7 +240,7 @@ def _is_gated(module: Any, allowed: set[int]) -> bool:
         return False
     gate, up = module.gate_proj, module.up_proj
     return (
-        _is_silu(module)
+        is_silu(module)
         and {id(gate), id(up)} <= allowed
         and gate.weight.shape == up.weight.shape
         and (gate.bias is None) == (up.bias is None)
@@ -249,10 +248,10 @@ def _is_gated(module: Any, allowed: set[int]) -> bool:
     )
 
 
-def _is_silu(mlp: Any) -> bool:
-    from transformers.activations import SiLUActivation  # here: `doctor` does not need it
-
-    return isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
+def is_silu(mlp: Any) -> bool:
+    """Whether the gates of a module pass through SiLU, torch's or transformers' own."""
+    act = getattr(mlp, "act_fn", None)
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"
 
 
 class Gated:

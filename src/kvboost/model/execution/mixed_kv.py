@@ -3,9 +3,6 @@ that are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from kvboost.model.execution.kv import KVPool, Prefix, RequestKV, SharedRows
@@ -95,10 +92,6 @@ class MixedKV(RequestKV):
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         raise AssertionError("rows of layers that differ are in no single tensor")
-
-    @contextmanager
-    def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
-        yield self.rows(start, end)
 
     def clear(self, start: int, end: int) -> None:
         for group in self.groups:

@@ -139,13 +139,18 @@ def load(
         parked=parking,
         **hf_kwargs,
     )
+
+    def files() -> tuple[str, Mapping[str, Any]]:
+        source = _locate(name, hf_kwargs)
+        return source.place, source.options
+
     return wrap(
         model,
         tokenizer,
         name=os.fspath(name),
         strict=strict,
         own=True,
-        image_processor=_image_processor(name, model.config, tokenizer, hf_kwargs),
+        image_processor=find_processor(model.config, tokenizer, files),
         move=move,
     )
 
@@ -194,21 +199,6 @@ def read(
                 _finish_expanding(model, chosen_dtype)
             tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
-
-
-def _image_processor(
-    name: str | os.PathLike[str],
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    hf_kwargs: Mapping[str, Any],
-) -> Any:
-    """The image processor of a model that sees; None if it does not, or lacks one."""
-
-    def source() -> tuple[str, Mapping[str, Any]]:
-        found = _locate(name, hf_kwargs)
-        return found.place, found.options
-
-    return find_processor(config, tokenizer, source)
 
 
 def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:

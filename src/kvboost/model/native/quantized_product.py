@@ -85,20 +85,6 @@ class QuantizedProduct:
         )
         self.address = ctypes.addressof(self._linear)
 
-    @classmethod
-    def gated(
-        cls,
-        gate: QuantizedWeight,
-        up: QuantizedWeight,
-        biases: tuple[torch.Tensor, ...] = (),
-        *,
-        fine: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> QuantizedProduct:
-        """``silu(rows gate') * (rows up')`` in one call."""
-        bias = torch.cat(biases) if biases else None
-        return cls((gate, up), bias, gated=True, fine=fine, dtype=dtype)
-
     def part(self, index: int, bias: torch.Tensor | None = None) -> QuantizedProduct:
         """The product with the weight at ``index`` alone. Both share its codes."""
         part = copy.copy(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,6 +13,8 @@ from kvboost.model.quantized.weight import QuantizedWeight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Rows = Callable[[torch.Tensor], torch.Tensor]
+"""Gives rows of a quantised embedding: float32 ``[len(ids), width]``."""
 BLOCK_BYTES = 16 << 20
 """Without a kernel, so many bytes of a weight are dequantised at a time."""
 
@@ -66,13 +69,6 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, kernel={self.product.kernel}"
-
-
-class Rows(Protocol):
-    """Where the rows of a quantised embedding are."""
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """float32 ``[len(ids), width]``."""
 
 
 class QuantizedEmbedding(nn.Module):

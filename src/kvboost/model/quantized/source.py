@@ -109,7 +109,9 @@ def find_filled(
         assert index is not None
         folder = described_folder(index)
     config = AutoConfig.from_pretrained(folder, **_trust(options))
-    checkpoint = open_checkpoint(index, folder, config)
+    checkpoint: QuantizedCheckpoint = (
+        SafetensorsCheckpoint(folder, config) if index is None else GgufCheckpoint(index, config)
+    )
     vars(config).pop("quantization_config", None)  # else transformers would look for its package
     return FilledModel(config, folder, checkpoint, options, device, dtype, packed)
 
@@ -136,14 +138,7 @@ def _why_not(
             f"layers of model type {config['model_type']!r} keep states, and their weights do not "
             "stay packed; weights='plain' leaves them to transformers"
         )
-    return _why_not_method(method_in(config))
-
-
-def _trust(options: Mapping[str, Any]) -> dict[str, bool]:
-    return {"trust_remote_code": bool(options.get("trust_remote_code"))}
-
-
-def _why_not_method(method: str | None) -> str | None:
+    method = method_in(config)
     if method in METHODS:
         return None
     if method is None:
@@ -157,16 +152,11 @@ def _why_not_method(method: str | None) -> str | None:
     )
 
 
+def _trust(options: Mapping[str, Any]) -> dict[str, bool]:
+    return {"trust_remote_code": bool(options.get("trust_remote_code"))}
+
+
 def method_in(config: Mapping[str, Any]) -> str | None:
     """The quantisation of a model with this config.json; None if it has none."""
     settings = config.get("quantization_config")
     return None if settings is None else str(settings.get("quant_method"))
-
-
-def open_checkpoint(
-    index: GgufIndex | None, folder: Path, config: PretrainedConfig
-) -> QuantizedCheckpoint:
-    """The tensors of a model."""
-    if index is not None:
-        return GgufCheckpoint(index, config)
-    return SafetensorsCheckpoint(folder, config)

@@ -130,21 +130,16 @@ class ImageReader:
         self, data: bytes, limits: ImageLimits
     ) -> tuple[Pixels, str, tuple[int, int] | None]:
         """The tower's input, the text of the image, and its grid."""
-        with self._decoders:
-            return self._decode(data, limits)
-
-    def _decode(
-        self, data: bytes, limits: ImageLimits
-    ) -> tuple[Pixels, str, tuple[int, int] | None]:
-        image = open_image(data, limits)
-        try:
-            found = self._processor([image], return_tensors="pt", **self.family.options)
-        except (ValueError, ZeroDivisionError, RuntimeError) as error:
-            raise ImageError(
-                f"an image of {image.width} x {image.height} pixels cannot be scaled for this "
-                f"model: {error}"
-            ) from None
         family = self.family
+        with self._decoders:
+            image = open_image(data, limits)
+            try:
+                found = self._processor([image], return_tensors="pt", **family.options)
+            except (ValueError, ZeroDivisionError, RuntimeError) as error:
+                raise ImageError(
+                    f"an image of {image.width} x {image.height} pixels cannot be scaled for this "
+                    f"model: {error}"
+                ) from None
         text = family.text(self._tile, found)
         grid = None if family.grid is None else family.grid(self._processor, found)
         return {name: found[name] for name in family.pixels if name in found}, text, grid
