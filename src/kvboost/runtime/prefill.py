@@ -280,12 +280,12 @@ class Prefill:
         positions, hook = step.positions, step.hook
         if step.is_probe and hook is not None:
             hook = rows.probe(hook, positions)
-        live = positions >= self._live_end - 1
+        before = int(np.searchsorted(positions.numpy(), self._live_end - 1))
         return Segment(
             self.kv,
             ids[positions],
             positions,
-            0 if step.is_probe else int(live.sum()),
+            0 if step.is_probe else len(positions) - before,
             hook=hook,
             until=step.until,
             absent=step.absent,
