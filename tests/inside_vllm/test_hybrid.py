@@ -22,7 +22,7 @@ from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.support import why_nothing
 from support.planting import chunk_files
 from support.tiny import byte_tokenizer, save_tiny
-from support.vllm_engines import PAGE, Engine, Texts, here
+from support.vllm_engines import PAGE, Engine, Texts, here, talk_together
 
 WINDOW, CHUNK = 64, 128
 
@@ -119,22 +119,7 @@ def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Eng
         "num_gpu_blocks_override": 128,
     }
     engine = start({"chunk_size": CHUNK}, **options)
-    texts = Texts(byte_tokenizer())
-    prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
-    full = [engine.full(ids, tokens=150) for ids in prompts]
-    engine.fresh()
-    names = [engine.add(ids, tokens=150) for ids in prompts]
-    answers = engine.finish()
-    for name, expected in zip(names, full, strict=True):
-        assert answers[name].tokens == expected.tokens
-    longer = [[*ids, *one.tokens, *texts.question] for ids, one in zip(prompts, full, strict=True)]
-    expected_of = [engine.full(ids) for ids in longer]
-    names = [engine.add(ids) for ids in longer]
-    answers = engine.finish()
-    for name, ids, expected in zip(names, prompts, expected_of, strict=True):
-        turn = answers[name]
-        assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + 100
-        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    talk_together(engine, Texts(byte_tokenizer()), least=100)
 
 
 def test_a_model_of_windowed_layers_only_reuses_exact_text(

@@ -12,7 +12,7 @@ from kvboost.cache import codec
 from support.hybrids import save_for_vllm
 from support.planting import chunk_files
 from support.tiny import byte_tokenizer
-from support.vllm_engines import PAGE, Answer, Engine, Texts
+from support.vllm_engines import PAGE, Answer, Engine, Texts, talk_together
 
 CHUNK = 128
 EXTENDED = {"worker_extension_cls": "support.states_at_steps.StatesAtSteps"}
@@ -87,22 +87,7 @@ def test_requests_that_run_together_keep_their_own_states(
     """Each reads in slices, among others that answer, and memory is another's at once."""
     options = {"max_model_len": 1024, "max_num_batched_tokens": 160, "num_gpu_blocks_override": 128}
     engine = start({"chunk_size": CHUNK}, **options, **EXTENDED)
-    prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
-    full = [engine.full(ids, tokens=150) for ids in prompts]
-    engine.fresh()
-    names = [engine.add(ids, tokens=150) for ids in prompts]
-    answers = engine.finish()
-    for name, expected in zip(names, full, strict=True):
-        assert answers[name].tokens == expected.tokens
-    longer = [[*ids, *one.tokens, *texts.question] for ids, one in zip(prompts, full, strict=True)]
-    expected_of = [engine.full(ids) for ids in longer]
-    engine.fresh()
-    names = [engine.add(ids) for ids in longer]
-    answers = engine.finish()
-    for name, ids, expected in zip(names, prompts, expected_of, strict=True):
-        turn = answers[name]
-        assert turn.usage is not None and turn.usage["exact_tokens"] > len(ids)
-        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
+    talk_together(engine, texts, least=1)
 
 
 def test_preempted_and_cancelled_requests_change_no_answer(

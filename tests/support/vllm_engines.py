@@ -182,3 +182,22 @@ class Texts:
         parts = [self.head if head is None else head]
         parts += [self.documents[number] for number in order]
         return [token for part in (*parts, self.question) for token in part]
+
+
+def talk_together(engine: Engine, texts: Texts, least: int) -> None:
+    """Three conversations of two turns, at the same time: each has the answers that it has alone.
+    Their second turns reuse all of the prompt, and at least so many tokens of the answer."""
+    prompts = [texts.prompt(*order) for order in ((0, 1), (1, 2), (2, 0))]
+    full = [engine.full(ids, tokens=150) for ids in prompts]
+    engine.fresh()
+    names = [engine.add(ids, tokens=150) for ids in prompts]
+    answers = engine.finish()
+    assert [answers[name].tokens for name in names] == [one.tokens for one in full]
+    longer = [[*ids, *one.tokens, *texts.question] for ids, one in zip(prompts, full, strict=True)]
+    expected_of = [engine.full(ids) for ids in longer]
+    names = [engine.add(ids) for ids in longer]
+    answers = engine.finish()
+    for name, ids, expected in zip(names, prompts, expected_of, strict=True):
+        turn = answers[name]
+        assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) + least
+        assert turn.tokens == expected.tokens and turn.difference(expected) < 1e-4
