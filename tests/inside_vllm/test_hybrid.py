@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -109,6 +110,39 @@ def test_without_the_hybrid_manager_moved_text_is_reused_too(
     again = engine.ask(ids)
     assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
     assert again.tokens == full.tokens and again.difference(full) < 1e-4
+
+
+@pytest.mark.parametrize("third", [1e4, 0.0])
+def test_a_later_layer_without_positions_keeps_text_where_it_is(
+    third: float, start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Beside sinks, which also make rows of one token differ."""
+    torch.manual_seed(0)
+    config = GraniteSWAConfig(
+        vocab_size=260,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        layer_rope_theta=[1e4, 1e4, third, 1e4],
+        attention_multiplier=0.18,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=256,
+    )
+    made = GraniteSWAForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.mul_(4) if weight.ndim > 1 else weight.add_(torch.rand_like(weight) / 2)
+    made.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = start({}, folder=tmp_path, disable_hybrid_kv_cache_manager=True)
+    assert engine.connector._planner.is_open
+    assert engine.connector._planner._moves == bool(third)
 
 
 def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Engine]) -> None:

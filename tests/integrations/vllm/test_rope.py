@@ -56,7 +56,16 @@ def test_modules_that_are_alike_need_no_block() -> None:
     assert found._frequencies.shape == (3, 4) and len(set(found.kinds)) == 1
 
 
+def test_modules_that_differ_in_scale_alone_are_not_alike() -> None:
+    near, far = YaRNScalingRotaryEmbedding(1e4), YaRNScalingRotaryEmbedding(1e4)
+    far.scaling_factor = 8.0
+    found = rotation(*model_of(near, far))
+    assert found.kinds[0] != found.kinds[1]
+
+
 def test_what_cannot_be_told_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no rotary positions"):
+        rotation(nn.Identity(), [nn.Identity()])
     model, layers = model_of(RotaryEmbedding(1e4), RotaryEmbedding(1e6))
     with pytest.raises(UnsupportedModelError, match="which layer has which"):
         rotation(model, [*layers, nn.Identity()])

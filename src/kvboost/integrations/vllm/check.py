@@ -13,7 +13,7 @@ import torch
 
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.ranks import Ranks
-from kvboost.integrations.vllm.sparse import SparseForward, rules_of
+from kvboost.integrations.vllm.sparse import SparseForward
 from kvboost.reuse.rope import Rotation
 
 ROWS = 256
@@ -58,21 +58,32 @@ def find_problem(
     got = pages.read_all(pages.slots(gapped, on_device))
     if (error := -ranks.least(-_difference(got, expected))) > limit:
         return f"a forward through gaps differs from a plain one by {error:.2g}"
+    forward(ids.roll(DISTANCE), rows, gapped)
+    there = pages.read_all(pages.slots(gapped, on_device))[0, :1, :, DISTANCE:]
+    # The first layer's keys depend on the token alone.
+    moved = _moved(rotation, expected[0], DISTANCE)[:1]
+    if (error := -ranks.least(-_difference(moved, there))) > limit:
+        return f"keys rotated to another position differ from computed ones by {error:.2g}"
     # Rows of one token: whatever attention weighs, its values are the same, so the rows of a layer
-    # differ in the rotation of their keys alone. Sinks take another share of each row.
+    # differ in little but the rotation of their keys: in the share that sinks take, and rounding.
     forward(ids[:1].expand(ROWS), rows, gapped)
     keys = pages.read_all(pages.slots(gapped, on_device))[0]
     before, there = keys[:, :, :-DISTANCE], keys[:, :, DISTANCE:]
-    moved = torch.empty_like(there)
-    rotation.move(before, DISTANCE, moved)
-    same = 1 if any(rules_of(layer).sinks is not None for layer in pages.layers) else len(keys)
-    for layer in range(same):
-        error = -ranks.least(-_difference(moved[layer], there[layer]))
-        # Rounding grows from layer to layer, but not to half of what the rotation changes.
-        change = _difference(moved[layer], before[layer]) if layer else 0.0
-        if error > max(limit, change / 2):
-            return f"keys rotated to another position differ from computed ones by {error:.2g}"
+    for layer, moved in enumerate(_moved(rotation, keys, DISTANCE)):
+        error = _difference(moved, there[layer])
+        change = _difference(before[layer], there[layer])
+        is_right = error <= max(limit, change / 2) < float("inf")
+        if ranks.least(is_right) == 0:
+            return f"layer {layer} rotates keys in another way than it should: {error:.2g} are off"
     return None
+
+
+def _moved(rotation: Rotation, keys: torch.Tensor, distance: int) -> torch.Tensor:
+    """The first ``keys``, ``[layers, kv_heads, rows, dim]``, at the places of the last ones."""
+    before = keys[:, :, :-distance]
+    moved = torch.empty_like(before)
+    rotation.move(before, distance, moved)
+    return moved
 
 
 def measure(

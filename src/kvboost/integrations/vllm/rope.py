@@ -23,8 +23,7 @@ def rotation(model: torch.nn.Module, layers: Sequence[object]) -> Rotation:
     forms = {(one.rotary_dim, one.is_neox_style) for one in of_layer}
     if len(forms) != 1:
         raise UnsupportedModelError(f"its layers have {len(forms)} kinds of rotary positions")
-    tables = {id(one): _frequencies(one) for one in of_layer}
-    table = torch.stack([tables[id(one)] for one in of_layer])
+    table = torch.stack([_frequencies(one) for one in of_layer])
     return Rotation(table, interleaved=not of_layer[0].is_neox_style, kernel=move_keys)
 
 
@@ -32,7 +31,9 @@ def _positions_of(model: torch.nn.Module, layers: Sequence[object]) -> list[Any]
     """What gives each layer its rotary positions: any such module if all are alike, or the one
     that the block around the layer has as ``rotary_emb``."""
     every: list[Any] = [one for one in model.modules() if hasattr(one, "_compute_inv_freq")]
-    kinds = {(type(one).__name__, one.rotary_dim, one.base, one.is_neox_style) for one in every}
+    if not every:
+        raise UnsupportedModelError("it has no rotary positions that vLLM computes")
+    kinds = {(one.is_neox_style, *_frequencies(one).tolist()) for one in every}
     if len(kinds) == 1:
         return every[:1] * len(layers)
     around: dict[int, Any] = {}

@@ -116,6 +116,10 @@ def why_not_moved(config: VllmConfig, layers: Sequence[Layer], groups: Groups) -
     for layer in layers:
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             return "ALiBi has no positions that could be moved"
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            return "layers that read the rows of others are not supported with it yet"
+    if len({layer.impl.num_heads for layer in layers}) > 1:
+        return "layers with other numbers of heads are not supported with it yet"
     if groups.with_states:
         return "a state is that of all text before it, which no moved text has"
     if groups.window is not None:

@@ -165,8 +165,8 @@ class Worker:
         weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size, **more)
         state_rows = 0 if self._states is None else -(-self._states.nbytes // pages.row_bytes)
         hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_rows)
+        problem = why_not_moved(self._config, pages.layers, self._groups)
         try:
-            problem = why_not_moved(self._config, pages.layers, self._groups)
             rotation = self._rotation = rope.rotation(model, pages.layers)
             if self._groups.is_one:  # they take one table
                 self._kernels = _gpu_kernels(pages, rotation)
@@ -178,7 +178,7 @@ class Worker:
             if problem is None and self._options.self_check:
                 problem = check.find_problem(pages, forward, rotation, vocab, self._ranks)
         except UnsupportedModelError as error:
-            problem = str(error)
+            problem = problem or str(error)
         if problem is None:
             most = MEASURED_ROWS if pages.on_gpu else MEASURED_ON_CPU
             rows = min(most, (pages.num_blocks - 1) * pages.size)
