@@ -102,9 +102,9 @@ peers: $(READY)  ## install the engines to compare with, each in a place of its 
 	@$(BIN)/python scripts/setup_peers.py
 
 # The most minutes, the name, other options: a benchmark that fails or hangs does not stop the rest.
-MEASURE = COLUMNS=120 timeout --foreground --kill-after=4 $(1)m $(BIN)/kvboost bench $(2) $(3) \
-	--plot bench-results/$(2).png --output bench-results/$(2).json >bench-results/$(2).txt || \
-	failed="$$failed $(2)"
+MEASURE = rm -f bench-results/$(2).*; COLUMNS=120 timeout --foreground --kill-after=4 $(1)m $(BIN)/kvboost bench $(2) $(3) \
+	--plot bench-results/$(2).png --output bench-results/$(2).json \
+	>bench-results/$(2).txt 2>bench-results/$(2).log || failed="$$failed $(2)"
 bench: $(READY)  ## the main benchmarks, unattended, into bench-results/ (up to 90 minutes)
 	@mkdir -p bench-results; failed=; \
 	$(call MEASURE,48,ttft,--peers --rounds 5); \

@@ -25,8 +25,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     folder = (docs / page.file.src_uri).parent
     if BEGINNING in markdown:
         readme = (docs.parent / "README.md").read_text()
-        text = readme.partition("# KVBoost\n")[2].partition("\n## Try it\n")[0]
-        text = re.sub(r"\]\((?!\w+:|docs/)", "](../", text).replace("](docs/", "](")
+        text = readme.split("# KVBoost\n")[1].split("\n## Try it\n")[0]
+        text = re.sub(r"\]\((?!\w+:|docs/|#)", "](../", text).replace("](docs/", "](")
         markdown = markdown.replace(BEGINNING, text)
 
     def rewrite(link: re.Match[str]) -> str:

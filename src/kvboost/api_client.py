@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
@@ -15,6 +16,8 @@ SECONDS = 600.0
 """To read a long document may take minutes."""
 MOST_BYTES = 64 << 20
 """Of an answer: the tokens of a long text take some megabytes."""
+MOST_SAID = 2000
+"""Bytes of an error."""
 
 
 class ApiClient:
@@ -44,10 +47,8 @@ class ApiClient:
                 answer: dict[str, Any] = json.loads(said)
                 return answer
         except urllib.error.HTTPError as error:
-            with error:
-                reason = _reason(error.read(MOST_BYTES)) or error.reason
             raise ServerError(
-                f"the server at {self.url} refuses {path}: {error.code} {reason}"
+                f"the server at {self.url} refuses {path}: {error.code} {_reason(error)}"
             ) from None
         except ServerError:
             raise
@@ -68,10 +69,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
-def _reason(body: bytes) -> str:
-    """The message of an error of OpenAI's form; empty if it has none."""
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return str(message)
+def _reason(error: urllib.error.HTTPError) -> str:
+    """The message of an error of OpenAI's form, or the beginning of what the server says."""
+    said = ""
+    with error, suppress(OSError, HTTPException):
+        said = error.read(MOST_SAID).decode("utf-8", "replace")
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        said = str(json.loads(said)["error"]["message"])
+    return said or error.reason

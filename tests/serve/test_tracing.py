@@ -129,3 +129,7 @@ def test_the_collector_gets_the_spans_when_the_server_stops(fake, monkeypatch) -
     assert span.resource.attributes["service.name"] == "mine"
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES")
     start_tracing("http://127.0.0.1:1/own/path", "fake").close()
+
+
+def test_without_an_endpoint_nothing_is_traced(client) -> None:
+    assert client.app.state.server.tracing is None

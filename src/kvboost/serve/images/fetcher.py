@@ -281,7 +281,11 @@ class ImageFetcher:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self._lookups.release)
 
-        threading.Thread(target=work, name="kvboost-resolver", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="kvboost-resolver", daemon=True).start()
+        except RuntimeError as error:
+            self._lookups.release()
+            raise OSError("no thread could look it up") from error
         return await asyncio.wrap_future(found)
 
 
