@@ -67,7 +67,7 @@ def test_the_check_finds_wrong_rotations_and_wrong_rows(
     assert "rotated" in (find_problem(engine, wrong) or "")
     later = right._frequencies.clone()
     later[-1] = 0  # as if the last layer had no positions
-    assert "rotated" in (find_problem(engine, Rotation(later)) or "")
+    assert "rotates" in (find_problem(engine, Rotation(later)) or "")
     runner = engine.worker._forward._runner
     model = runner.model
     calls = []
