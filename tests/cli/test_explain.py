@@ -105,11 +105,17 @@ def test_a_running_server_can_be_asked(tmp_path, monkeypatch) -> None:
         ('{"messages": ["hi"]}', 'it needs a "role"'),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "is not text"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2"),
+        ('[{"prompt": "a"}]', "one JSON array; give one request a line"),
     ],
 )
 def test_a_file_that_holds_no_requests(text, problem) -> None:
     with pytest.raises(ConfigError, match=problem):
         read_requests("-", lambda: text)
+
+
+def test_a_prompt_may_begin_with_a_bracket() -> None:
+    for text in ("[INST] Why? [/INST]", "[1, 2]"):
+        assert [one.text for one in read_requests("-", lambda text=text: text)] == [text]
 
 
 def test_recorded_requests_and_their_answers(tmp_path) -> None:

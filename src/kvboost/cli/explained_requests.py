@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ def read_requests(name: str, read_stdin: Callable[[], str]) -> list[Asked]:
     text = read_stdin() if name == "-" else _read(Path(name))
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a prompt, or requests such as {EXPECTED}")
+    if _is_array(text):
+        raise ConfigError(
+            f"{name} is one JSON array; give one request a line, as `jq -c '.[]' FILE` writes them"
+        )
     if not text.lstrip().startswith("{"):
         return [Asked(1, {"prompt": text})]
     try:
@@ -93,6 +98,14 @@ def read_requests(name: str, read_stdin: Callable[[], str]) -> list[Asked]:
                 raise ConfigError(said) from None
             found.append(_check(name, number, given))
     return found
+
+
+def _is_array(text: str) -> bool:
+    """Whether a file is an array of requests, and no prompt that begins with a bracket."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text) if text.lstrip().startswith("[") else None
+        return isinstance(found, list) and any(isinstance(one, dict) for one in found)
+    return False
 
 
 def _read(file: Path) -> str:

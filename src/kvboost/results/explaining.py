@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvboost.config import LEAST_MOVED
 from kvboost.results.explanation import (
     MEANINGS,
     Divergence,
@@ -181,7 +182,8 @@ class _Writer:
             case Why.SLOWER if facts.costs is not None:
                 unit = " ms" if facts.costs_are_ms else " rows"
                 moving, computing = (f"{cost:,.1f}{unit}" for cost in facts.costs)
-                return f"{said}: {moving} expected, against {computing} to compute it"
+                costs = f"{moving} expected for the prompt, against {computing} to compute it"
+                return f"{said}: {costs}"
             case Why.MODE:
                 return f"mode {facts.mode} does not reuse it"
         return said
@@ -199,7 +201,9 @@ def _moved(run: MovedRows, recomputed: int) -> str:
     if run.distance:
         where = f"moved {'on' if run.distance > 0 else 'back'} by {abs(run.distance):,}"
     again = f"; {recomputed:,} rows computed again" if recomputed else ""
-    before = f"{same:.0%} of the text before it is the same"
+    before = f"at least {same:.0%} of the text before it is the same"
+    if run.rows_before < LEAST_MOVED:
+        before = "too little text is before it to compare"
     return f"cached after other text, {where}; {before}{again}"
 
 

@@ -45,7 +45,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except (OSError, OverflowError) as error:
         listening.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from None
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; choose another with --host or --port"
+        ) from None
     return listening
 
 

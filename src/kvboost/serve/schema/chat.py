@@ -220,7 +220,7 @@ OTHER_PARTS = {
 
 
 def _other_part(what: str) -> PydanticCustomError:
-    said = f"{what} not supported by this server; send parts of type 'text'"
+    said = f"{what} not supported by this server's model; send parts of type 'text'"
     return fields.unsupported(said)
 
 

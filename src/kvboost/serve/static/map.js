@@ -132,7 +132,7 @@ class SpanParts {
       `tokens ${count(span.start)} to ${count(span.end - 1)}`,
       span.donor && `stored as ${span.donor.slice(0, 12)}${span.tier ? ` in ${span.tier}` : ""}`,
       span.kind === "moved" &&
-        `${percent(span.resemblance, 1)} of the text before it is the same as then`,
+        `at least ${percent(span.resemblance, 1)} of the text before it is the same as then`,
       span.recomputed &&
         `${count(span.recomputed)} of ${plural(span.tokens, "token")} computed again`,
       this.healed && `${count(this.healed)} exact in the cache since`,
