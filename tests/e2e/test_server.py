@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 from kvboost import KVBoost
+from support.live_server import wait_for
 from support.server_process import ServerProcess
 from support.tiny import save_tiny
 
@@ -120,8 +123,31 @@ def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: P
             thread.join(300)
         assert server.wait() == 0
         assert answers == ["length"] * 4
+        assert "for 4 running requests; Ctrl-C ends them" in server.log
         assert "Traceback" not in server.log
 
     with KVBoost.from_pretrained(tmp_path / "tiny", disk_cache_dir=tmp_path / "kv") as engine:
         again = engine.generate(f"{DOCUMENT} 5", 1)
         assert again.cached_tokens >= len(DOCUMENT) - 32 and again.spans[0].tier == "disk"
+
+
+def test_ctrl_c_while_it_stops_ends_answers_at_once(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny", max_position_embeddings=8192)
+    options = ("-m", str(tmp_path / "tiny"), "--drain-seconds", "300")
+    with ServerProcess(*options, folder=tmp_path, OMP_NUM_THREADS="1") as server:
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt=DOCUMENT,
+                max_tokens=7000,
+                logit_bias={"256": -100},
+                stream=True,
+            )
+            next(iter(stream))
+            server.interrupt()
+            wait_for(lambda: "for 1 running requests" in server.log)
+            server.interrupt()
+            with suppress(openai.APIError, httpx.HTTPError):
+                assert all(one.choices[0].finish_reason != "length" for one in stream)
+        assert server.wait() == 0
+        assert "Traceback" not in server.log

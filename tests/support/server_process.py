@@ -58,6 +58,10 @@ class ServerProcess:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
+    def interrupt(self) -> None:
+        """As Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+
     def wait(self, seconds: float = 300.0) -> int:
         """Its exit code."""
         return self._process.wait(seconds)

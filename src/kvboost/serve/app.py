@@ -60,7 +60,10 @@ def create_app(engine: kvboost.KVBoost, settings: ServerSettings | None = None) 
         state.draining = False
         state.start_images()
         await state.documents.start()
-        yield
+        try:
+            yield
+        except asyncio.CancelledError:
+            return  # Ctrl-C while it stops: nothing is waited for
         state.draining = True
         await state.documents.stop()
         await state.stop_images()

@@ -135,6 +135,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.state.draining = True
+        if running := len(self.server_state.tasks):
+            seconds = self.state.settings.drain_seconds
+            said = "stopping: waits up to %g s for %d running requests; Ctrl-C ends them at once"
+            logger.info(said, seconds, running)
         await super().shutdown(sockets)
 
     def reload(self) -> None:
