@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,7 +16,6 @@ from kvboost.model.execution.partial_attention import Part, attend_part
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
     from kvboost.model.execution.states import RowStates
-    from kvboost.model.far.store import FarStore
     from kvboost.model.paged.slab import Holding, Slab
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
@@ -262,11 +261,38 @@ def _by_layer(data: torch.Tensor) -> tuple[Layers, Layers]:
     return sides[0], sides[-1]
 
 
+class LargerPool(Protocol):
+    """Lends KV to requests that are too large for near memory (``model/far/``)."""
+
+    @property
+    def near_bytes(self) -> int:
+        """The near memory of one request."""
+
+    @property
+    def used_bytes(self) -> int:
+        """The far memory of all requests that run."""
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a request of so many rows is one of its own."""
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether there is memory for one more request, beside those that run."""
+
+    def check(self, num_tokens: int) -> None:
+        """Raises KVTooLargeError if a request of so many rows could not run at all."""
+
+    def lend(self, num_tokens: int) -> AbstractContextManager[RequestKV]:
+        """KV for so many rows, until the context exits."""
+
+    def clear(self) -> None:
+        """Frees what no request needs."""
+
+
 class KVPool:
     """Lends KV buffers to requests. Fresh memory costs a page fault every 4 KiB, five times the
     cost of copying a hit, so the last few buffers are kept for the next requests."""
 
-    far: FarStore | None = None
+    far: LargerPool | None = None
     """Lends to requests that are too large for this pool, if they may have far rows."""
 
     def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:

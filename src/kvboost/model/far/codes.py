@@ -76,7 +76,7 @@ class CodedMemory:
         memory = host_memory(self.num_bytes, shape.device)
         self.codes = memory.view(shape.num_layers, -1, self.layout.block_bytes)
         self._views = self.layout.views(self.codes)
-        self.on_close: Callable[[], object] = lambda: None
+        self.on_close: Callable[[], object] = _nothing
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Encodes ``rows``, ``[2, layers, kv_heads, rows, head_dim]``, whole groups."""
@@ -156,3 +156,6 @@ def coded_bytes(shape: KVShape, codec: RowCodec, num_rows: int) -> int:
     """The bytes that so many rows take."""
     blocks = -(-num_rows // BLOCK)
     return shape.num_layers * blocks * CodeLayout(shape, codec).block_bytes
+
+
+def _nothing() -> None: ...

@@ -27,7 +27,7 @@ class FarMemory:
         size = (shape.num_layers, 2, shape.num_kv_heads, num_rows, shape.head_dim)
         self.data = memory.view(shape.dtype).view(size).transpose(0, 1)
         self.num_rows = num_rows
-        self.on_close: Callable[[], object] = lambda: None
+        self.on_close: Callable[[], object] = _nothing
 
     def close(self) -> None:
         """The memory is freed with the last tensor that reads it."""
@@ -72,6 +72,9 @@ def wait_for(device: torch.device) -> None:
     """Copies to ``device`` have ended: their memory may be written, or freed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _nothing() -> None: ...
 
 
 def _allocate(file: int, num_bytes: int, folder: Path) -> None:

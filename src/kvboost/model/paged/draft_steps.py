@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +17,8 @@ from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.sampling import GREEDY, Kind
 from kvboost.model.paged.slab import SCRATCH
-from kvboost.model.paged.step_batch import StepBatch, StepGraphs
+from kvboost.model.paged.step_batch import StepBatch, StepGraphs, StepTables
 from kvboost.model.triton.host import HostCopy, send_into
-
-if TYPE_CHECKING:
-    from kvboost.model.paged.steps import Steps
 
 SIZES = (8, 16, 32, 64, 96, 128)
 """Numbers of rows that steps are padded to."""
@@ -39,10 +35,10 @@ class _Bucket(StepGraphs):
 
     suffix = " with drafts"
 
-    def __init__(self, size: int, steps: Steps, *, adapted: bool) -> None:
+    def __init__(self, size: int, tables: StepTables, *, adapted: bool) -> None:
         name = f"steps with drafts{' and adapters' if adapted else ''}"
-        super().__init__(steps, name, StepBatch(steps.slab, size), adapted=adapted)
-        self._given = torch.zeros(4, size, dtype=torch.int64, device=steps.slab.shape.device)
+        super().__init__(tables, name, StepBatch(tables.slab, size), adapted=adapted)
+        self._given = torch.zeros(4, size, dtype=torch.int64, device=tables.slab.shape.device)
 
     def run(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
         """The tokens after the rows ``given``, int64 ``[4, rows]``: those of the requests in the
@@ -57,11 +53,11 @@ class _Bucket(StepGraphs):
     def _forward(self) -> torch.Tensor:
         rows, ids, positions, slots = self._given
         self.batch.load(rows, positions, slots)
-        return self._steps.run_model(ids, positions, self.batch)
+        return self._tables.run_model(ids, positions, self.batch)
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         rows, ids, positions, _ = self._given
-        return self._steps.sampling.pick(self.logits, rows, positions + 1, ids, kind)
+        return self._tables.sampling.pick(self.logits, rows, positions + 1, ids, kind)
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ class Launched:
 class DraftSteps:
     """Runs steps in which requests have drafts. One thread at a time may call it."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, tables: StepTables) -> None:
+        self._tables = tables
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self.num_steps = 0
 
@@ -128,7 +124,7 @@ class DraftSteps:
             rows += [segment.kv.holding.row] * len(segment)
             ids += segment.token_ids.tolist()
             positions += segment.positions
-            slots += [self._steps.slot_of(segment)] * len(segment)
+            slots += [self._tables.slot_of(segment)] * len(segment)
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
         bucket = self._bucket(len(rows), adapted=adapted)
         tokens = HostCopy(bucket.run(torch.tensor([rows, ids, positions, slots]), kind))
@@ -144,7 +140,7 @@ class DraftSteps:
     def _bucket(self, rows: int, *, adapted: bool) -> _Bucket:
         key = next(size for size in SIZES if size >= rows), adapted
         if key not in self._buckets:
-            self._buckets[key] = _Bucket(key[0], self._steps, adapted=adapted)
+            self._buckets[key] = _Bucket(key[0], self._tables, adapted=adapted)
         return self._buckets[key]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -10,15 +10,12 @@ from kvboost.model.execution.attention import Batch
 from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.batch import Fresh, RowBatch
-from kvboost.model.paged.graphs import Function
-from kvboost.model.paged.sampling import Kind
+from kvboost.model.paged.graphs import Capture, Function
+from kvboost.model.paged.sampling import DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside
 from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once
-
-if TYPE_CHECKING:
-    from kvboost.model.paged.steps import Steps
 
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Token ids and positions of rows, and which of them logits are wanted of; None: of all."""
@@ -65,14 +62,26 @@ class Beside(Protocol):
         """Attention of ``query``, ``[num_rows, heads, dim]``, into ``out``."""
 
 
+class StepTables(Protocol):
+    """The parts that all steps over one slab share."""
+
+    slab: Slab
+    run_model: RunModel
+    capture: Capture
+    sampling: DeviceSampling
+
+    def slot_of(self, segment: Segment) -> int:
+        """Where the adapter of a segment is; negative if it has none."""
+
+
 class StepGraphs:
     """Steps of one size: the model and sampling, each captured when it is first needed."""
 
     suffix = ""
     """Of the names under which sampling is captured."""
 
-    def __init__(self, steps: Steps, name: str, batch: StepBatch, *, adapted: bool) -> None:
-        self._steps, self._name, self.batch = steps, name, batch
+    def __init__(self, tables: StepTables, name: str, batch: StepBatch, *, adapted: bool) -> None:
+        self._tables, self._name, self.batch = tables, name, batch
         if adapted:
             batch.adapters = torch.full_like(batch.slots, NO_ADAPTER)
         self.logits = torch.empty(0)
@@ -84,7 +93,7 @@ class StepGraphs:
         where those of the first step were: it may be a graph even if the model, whose logits are
         elsewhere in every step then, is none."""
         if self._run is None:
-            self._run = self._steps.capture(self._forward, self._name)
+            self._run = self._tables.capture(self._forward, self._name)
         logits = self._run()
         if not len(self.logits):
             self.logits = logits
@@ -92,7 +101,7 @@ class StepGraphs:
             self.logits.copy_(logits)
         if kind not in self._samplers:
             name = f"sampling ({kind}){self.suffix}"
-            self._samplers[kind] = self._steps.capture(lambda: self._sample(kind), name)
+            self._samplers[kind] = self._tables.capture(lambda: self._sample(kind), name)
         return self._samplers[kind]()
 
     def _forward(self) -> torch.Tensor:

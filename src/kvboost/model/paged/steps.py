@@ -48,6 +48,7 @@ class _Bucket(StepGraphs):
         name = f"{name} with adapters" if adapted else name
         super().__init__(steps, name, batch_of(steps.slab, size, beside), adapted=adapted)
         self.size = size
+        self._steps = steps
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
         self.positions = torch.zeros_like(self.rows)
