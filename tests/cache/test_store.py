@@ -191,21 +191,23 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 
 @settings(max_examples=30)
-@given(texts, texts, st.lists(st.integers(0, 2), min_size=1, max_size=20))
-def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids) -> None:
-    """Whatever is admitted and evicted between the two."""
+@given(texts, texts, st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 20))
+def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids, exact_rows) -> None:
+    """Whatever is admitted and evicted between the two, exact or from ``exact_rows`` on not."""
     store = make_store(max_chunks=8)
     for text in before:
         admit(store, text)
     wanted, end = as_token_ids(ids), len(ids)
-    early = store.look_early(ROOT, wanted, moved_before=end)
+    early = store.look_early(ROOT, wanted, moved_before=end, repair="x")
     for text in meanwhile:
-        admit(store, text)
-    with store.lookup(ROOT, wanted, moved_before=end) as late:
+        tokens, exact = as_token_ids(text), min(exact_rows, len(text))
+        store.admit(ROOT, tokens, rows_of(text), exact_rows=exact, repair="x")
+    with store.lookup(ROOT, wanted, moved_before=end, repair="x") as late:
         pass
-    with store.lookup(ROOT, wanted, moved_before=end, early=early) as known:
+    with store.lookup(ROOT, wanted, moved_before=end, repair="x", early=early) as known:
         assert [hit.end for hit in known.exact[-1:]] == [hit.end for hit in late.exact[-1:]]
         assert known.gaps(end, CHUNK) == late.gaps(end, CHUNK)
+        assert [hit.end for hit in known.in_place[-1:]] == [hit.end for hit in late.in_place[-1:]]
         for hit, _ in store.fetch(list(known.hits())):
             stored = hit.chunk.token_ids[hit.offset : hit.offset + hit.num_tokens]
             assert stored.tolist() == ids[hit.start : hit.end]
@@ -240,6 +242,18 @@ def test_an_early_lookup_holds_until_something_better_comes_or_a_chunk_goes() ->
     store, holds = find_early()
     store.forget(ROOT)
     assert not holds()
+
+
+def test_an_early_lookup_does_not_hide_a_repaired_text_that_came_since() -> None:
+    """It has in place what was found elsewhere, so nothing must be moved and repaired again."""
+    store = make_store()
+    admit(store, [9, 9, 9, 9, 1, 2, 3, 4, 5, 6, 7, 8])
+    prompt, others = as_token_ids([1, 2, 3, 4, 5, 6, 7, 8, 0]), [1, 2, 3, 4, 5, 6, 7, 8, 3]
+    early = store.look_early(ROOT, prompt, moved_before=8, repair="x")
+    store.admit(ROOT, as_token_ids(others), rows_of(others), exact_rows=0, repair="x")
+    with store.lookup(ROOT, prompt, moved_before=8, repair="x", early=early) as known:
+        assert [(hit.start, hit.end) for hit in known.approximate] == [(0, 4), (4, 8)]
+        assert not known.moved
 
 
 def test_identical_concurrent_admissions_store_once() -> None:

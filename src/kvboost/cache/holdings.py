@@ -82,8 +82,8 @@ class Holdings:
     ) -> KnownRows:
         """The stored rows for ``token_ids``: those that were found ``early``, if that still holds.
         Chunks that turn out to be in no tier are marked lost."""
-        where_is, is_current = self.residency.where, self.catalogue.is_current
-        if early is not None and is_current(early, root, token_ids, moved_before, where_is):
+        where_is, asked = self.residency.where, (root, token_ids, moved_before, repair)
+        if early is not None and self.catalogue.is_current(early, *asked, where_is):
             return early.known
         lost: list[ChunkKey] = []
 
@@ -93,7 +93,7 @@ class Holdings:
                 lost.append(key)
             return tier
 
-        known = self.catalogue.match(root, token_ids, moved_before, repair, where)
+        known = self.catalogue.match(*asked, where)
         for key in lost:
             self.residency.mark_lost(key)
         return known

@@ -83,6 +83,7 @@ class ChunkStore:
             max_pinned_bytes=max_pinned_bytes,
             state_every=state_every,
         )
+        self._has_states = state_every is not None
         self.epoch = 0
         """Changes when something is forgotten."""
         self._closed = False
@@ -170,8 +171,9 @@ class ChunkStore:
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
     ) -> EarlyLookup | None:
         """What is stored for ``token_ids`` now, for a :meth:`lookup` that comes later. Pins
-        nothing and waits for no file; None if a remote store must be asked."""
-        if self._remote is not None:
+        nothing and waits for no file. None if a remote store must be asked, and for a model with
+        states, which go while their chunks stay."""
+        if self._remote is not None or self._has_states:
             return None
         with self._lock:
             known = self._holdings.match(root, token_ids, moved_before, repair)

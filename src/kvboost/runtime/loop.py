@@ -61,6 +61,7 @@ class Loop:
         """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
         if the queue is full, ``ShuttingDownError`` while draining. While others run, the caller's
         thread looks up what is cached of the prompt, and the loop checks that it still holds."""
+        self._runtime.check_size(state.request)
         if self._scheduler.running and len(self._scheduler.waiting) < LOOKED_UP_EARLY:
             state.early = self._runtime.planner.look_early(state.request)
         return self._queue(state, listener, timeout)
@@ -74,7 +75,6 @@ class Loop:
         bounded: bool = True,
     ) -> Job:
         state.batched = True
-        self._runtime.check_size(state.request)
         now = time.monotonic()
         job = Job(
             state,
@@ -133,6 +133,8 @@ class Loop:
     def answer_all(self, states: Sequence[RequestState]) -> list[GenerationResult]:
         """The answers to several requests, however long the queue is. Raises the first failure
         once all have ended. An interrupt cancels them all."""
+        for state in states:
+            self._runtime.check_size(state.request)
         answers = [FutureAnswer(state) for state in states]
         jobs: list[Job] = []
         try:

@@ -127,15 +127,16 @@ class Catalogue:
         root: ChunkKey,
         token_ids: TokenIds,
         moved_before: int,
+        repair: str,
         where: Where,
     ) -> bool:
         """Whether an early match still holds: every chunk is where it was, and those added since
-        neither make the exact prefix longer nor have text that is not covered yet. An
-        approximate continuation shorter than a window may be overlooked: its rows are computed."""
+        neither have text that is not covered yet nor serve more rows in place. Not for models with
+        states. A longer prefix that is cut elsewhere, before its last chunk, is overlooked."""
         known = early.known
         if early.newest != self.newest:
             gaps = known.gaps(moved_before, self._window)
-            if self._resumes or self._has_newer(root, token_ids, gaps, early.newest):
+            if self._has_newer(root, token_ids, gaps, early.newest):
                 return False
             last = known.exact[-1] if known.exact else None
             parent, start = (root, 0) if last is None else (last.chunk.parent, last.start)
@@ -143,6 +144,10 @@ class Catalogue:
             found = self._walk(root, parent, Lineage.EXACT, token_ids, order, start, where)
             if found and (last is None or found[-1].end > last.end):
                 return False
+            if moved_before:
+                more = self._continue(root, known.exact, token_ids, order, repair, where)
+                if more and more[-1].end > (known.in_place[-1].end if known.in_place else 0):
+                    return False
         return all(where(hit.chunk.key) == hit.tier for hit in known.hits())
 
     def in_place(
