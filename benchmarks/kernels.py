@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from benchmarks.entries import BENCHMARKS
 from kvboost.bench.kit import benchmark
@@ -24,6 +24,7 @@ from kvboost.bench.kit.goals import judge, keeps_to
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import take_turns
 from kvboost.config import DEFAULT_MODEL
+from kvboost.errors import KVBoostError
 from kvboost.progress import Progress
 
 MOST = {"decode step": 0.8, "moved text": 0.8, "reading": 1.0}
@@ -79,13 +80,20 @@ class Worker:
         self._process = context.Process(target=work, args=(theirs, native, settings), daemon=True)
         self._process.start()
         theirs.close()
-        self.kernels: str = self._pipe.recv()
+        self.kernels: str = self._answer()
 
     def run(self, task: str, _: int) -> float:
-        """The milliseconds that it takes; raises ``EOFError`` if the process has ended."""
+        """The milliseconds that it takes."""
         self._pipe.send(task)
-        seconds: float = self._pipe.recv()
-        return seconds * 1e3
+        return float(self._answer()) * 1e3
+
+    def _answer(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise KVBoostError(f"a worker ended with code {code}; its error is above") from None
 
     def close(self) -> None:
         self._pipe.close()

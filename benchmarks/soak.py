@@ -22,7 +22,7 @@ from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
 from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.config import EngineConfig
-from kvboost.errors import AdapterError, PinError
+from kvboost.errors import AdapterError, KVBoostError, PinError
 from kvboost.model.loading.load import LoadedModel
 from kvboost.progress import Progress
 from kvboost.results import kl_divergence
@@ -35,6 +35,8 @@ LEAVES = 0.1
 STEADY, REPLACED = "steady", "replaced"
 """Two adapters: one stays as it is, and the other is replaced or loaded anew while requests run, so
 no answer of it is compared."""
+PROJECTIONS = ("q_proj", "v_proj", "qkv_proj", "query_key_value")
+"""The layers that adapters change, by the ends of their names."""
 MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.CHUNK_KV_REUSE)
 MOST_GROWTH = 0.03
 """More growth of memory than this is a problem."""
@@ -315,20 +317,26 @@ def _deviation(
 
 def _write_adapters(folder: Path, model: LoadedModel) -> list[Path]:
     """Two adapters of the query and value projections, in PEFT's files. Both factors are random."""
-    config, rank = model.forward.model.config.get_text_config(), 4
-    width, heads = config.hidden_size, config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or width // heads
-    outs = {"q_proj": heads * dim, "v_proj": config.num_key_value_heads * dim}
-    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(outs)}
+    linears = {
+        name: module
+        for name, module in model.forward.model.named_modules()
+        if name.endswith(PROJECTIONS) and hasattr(module, "in_features")
+    }
+    if not linears:
+        raise KVBoostError(f"this model has no layers named {' or '.join(PROJECTIONS)} to adapt")
+    rank, targets = 4, sorted({name.rpartition(".")[2] for name in linears})
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     found = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         tensors = {
-            f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight": 0.05
+            f"base_model.model.{name}.lora_{side}.weight": 0.05
             * torch.randn(shape, generator=generator)
-            for layer in range(config.num_hidden_layers)
-            for name, out in outs.items()
-            for side, shape in (("A", (rank, width)), ("B", (out, rank)))
+            for name, module in linears.items()
+            for side, shape in (
+                ("A", (rank, module.in_features)),
+                ("B", (module.out_features, rank)),
+            )
         }
         found.append(folder.with_name(f"{folder.name}-adapter-{seed}"))
         found[-1].mkdir()
@@ -377,7 +385,9 @@ def run(settings: Settings, bench: Bench) -> Report:
         Progress(f"requests for {settings.minutes:g} minutes over {CHUNKS} chunks") as progress,
         progress.step("seconds", settings.minutes * 60) as step,
     ):
-        seen = soak(loaded, settings.minutes * 60, Path(folder), step.advance, users=settings.users)
+        seen = soak(
+            loaded, settings.minutes * 60, Path(folder, "cache"), step.advance, users=settings.users
+        )
     first, most, last = seen.levels_mb[0], max(seen.levels_mb), seen.levels_mb[-1]
     told = (
         f"{seen.requests:,} requests in {seen.seconds / 60:.1f} minutes, {seen.reused_share:.0%} "
