@@ -97,6 +97,7 @@ REMOVED = {
     "speculative_config": "use speculate, and draft_model for a model that drafts",
     "tree_speculative_config": "use speculate: drafts are sequences, not trees",
     "streaming_config": "use device_memory, and host_memory for layers from disk",
+    "awq_path": "name the quantised folder as the model, with weights='packed'",
 }
 """Options of earlier versions that are gone, and what to do instead."""
 
