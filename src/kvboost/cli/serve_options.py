@@ -200,7 +200,8 @@ class ServeOptions:
         "Requests that may wait; more are answered 429.", EngineConfig.max_waiting, min=0
     )
     max_kv_bytes: str | None = option(
-        "Memory for running requests; by default a quarter of all memory."
+        "Memory for running requests; by default a quarter of the machine's memory, or half of "
+        "what is free on a GPU."
     )
     far_kv_bytes: str = option(
         "Memory for requests that --max-kv-bytes does not hold: of the host, if the model is "
