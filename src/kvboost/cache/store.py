@@ -169,8 +169,8 @@ class ChunkStore:
     def look_early(
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
     ) -> EarlyLookup | None:
-        """What is stored for ``token_ids`` now, for a :meth:`lookup` that comes later. Pins
-        nothing and waits for no file; None if a remote store must be asked."""
+        """Looks up what is stored for ``token_ids`` now, for a :meth:`lookup` that comes later.
+        Pins nothing and waits for no file; None if a remote store must be asked."""
         if self._remote is not None:
             return None
         with self._lock:

@@ -253,7 +253,8 @@ def check_role(body: Any, roles: Mapping[str, str]) -> None:
 
 @dataclass
 class BodyContext:
-    """What checking a body needs, and what it finds out: the context of pydantic's validation."""
+    """The context of pydantic's validation: what the checks of a body need, and what they find
+    out."""
 
     strict: bool = False
     """Whether unknown fields are refused."""
