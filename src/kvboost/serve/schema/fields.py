@@ -83,7 +83,7 @@ def unsupported(said: str) -> PydanticCustomError:
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuses a larger object before any of its items is checked."""
+    """A validator that refuses an object with more entries before any of them is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
