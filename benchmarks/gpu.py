@@ -40,6 +40,7 @@ from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
 from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import Contender, interleave, take_turns
+from kvboost.config import DEFAULT_RATIO
 from kvboost.errors import KVBoostError
 from kvboost.model.loading.machine import copy_bandwidth, gpu_kernels
 
@@ -82,7 +83,9 @@ class Settings(benchmark.Settings):
     )
     lengths: tuple[int, ...] = option((2048, 8192, 32768), "Prompt tokens.", "tokens", least=256)
     requests: tuple[int, ...] = option((1, 8, 32, 64), "Requests that decode together.", least=1)
-    ratio: float = option(0.15, "The share of moved rows that is recomputed.", least=0.0, most=1.0)
+    ratio: float = option(
+        DEFAULT_RATIO, "The share of moved rows that is recomputed.", least=0.0, most=1.0
+    )
     rounds: int = option(5, ROUNDS, least=1, most=50)
     vllm: str | None = option(None, "A Python that has vLLM: it runs there too.")
     ours_only: bool = option(False, "Measure neither transformers nor its continuous batching.")

@@ -22,6 +22,7 @@ from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import dim, ms, table
+from kvboost.config import DEFAULT_RATIO
 
 GPU_LENGTHS, CPU_LENGTHS = (2048, 8192, 32768), (768,)
 MOST_MOVED = {2048: 0.6, 8192: 0.33, 32768: 0.25}
@@ -47,7 +48,9 @@ class Settings(benchmark.Settings):
     shape: str = option(
         GOAL_SHAPE, "The model's shape on a GPU, with random weights.", choices=(*SHAPES, *EXPERTS)
     )
-    ratio: float = option(0.15, "The share of moved rows that is recomputed.", least=0.0, most=1.0)
+    ratio: float = option(
+        DEFAULT_RATIO, "The share of moved rows that is recomputed.", least=0.0, most=1.0
+    )
     rounds: int = option(5, f"{ROUNDS} The first is not counted.", least=2, most=50)
     turns: int = option(2, "How often vLLM starts with the connector and without.", least=1, most=9)
     restart: int = option(

@@ -24,7 +24,7 @@ def no_loading(monkeypatch) -> None:
         ("max_cache_byte", 1, "did you mean 'max_cache_bytes'"),
         ("max_cache_bytes", "lots", "max_cache_bytes='lots'"),
         ("prefill_chunk_size", 512, r"prefill_chunk_size was removed.*prefill_slice"),
-        ("audit_fraction", 0.1, r"audit_fraction was removed in 1.0.*max_audit_kl"),
+        ("awq_path", "folder", r"awq_path was removed in 1.0.*weights='packed'"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_loaded(option, value, message) -> None:

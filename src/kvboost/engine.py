@@ -214,8 +214,8 @@ class KVBoost:
 
     @property
     def prompt_tokenizer(self) -> ModelTokenizer:
-        """What requests use of the tokenizer, with the model's chat template. It can be pickled, so
-        that another process reads prompts and writes answers just as this one."""
+        """The part of the tokenizer that requests use, with the model's chat template. It can be
+        pickled, so that another process reads prompts and writes answers just as this one does."""
         return self._model.tokenizer
 
     @property
@@ -225,7 +225,8 @@ class KVBoost:
 
     @property
     def image_reader(self) -> ImageReader | str:
-        """What reads images for the model; why it takes none, if it does not. It can be pickled."""
+        """Reads images for the model; or says, as text, why the model takes none. Can be
+        pickled."""
         return self._images
 
     @property
@@ -448,8 +449,8 @@ class KVBoost:
         return answer_options(self._model.tokenizer, self._grammars, prompt_ids, use, options)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
-        """What splits the answer to a chat request into content, reasoning and calls of tools; None
-        if it has content only."""
+        """The parser that splits the answer to a chat request into content, reasoning and calls of
+        tools; None if the answer can have content only."""
         return self._model.tokenizer.answer_parser(prompt_ids, use)
 
     def plan(
@@ -464,7 +465,7 @@ class KVBoost:
         return self._runtime.plan(self._requests.plain(read, mode, options, runs=False))
 
     def trace(self, token_ids: Sequence[int], root: str, **options: Any) -> Traces:
-        """What the cache still tells of a prompt, for explanations that another process makes; see
+        """The traces of a prompt in the cache, for explanations that another process makes; see
         ``ChunkStore.trace``."""
         return self._runtime.store.trace(as_token_ids(token_ids), ChunkKey(root), **options)
 
@@ -500,7 +501,7 @@ class KVBoost:
 
     @property
     def embedder(self) -> LoadedModelEmbedder:
-        """What computes embeddings with the loaded model, slice by slice."""
+        """Computes embeddings with the loaded model, slice by slice."""
         return LoadedModelEmbedder(self._runtime)
 
     def warm(
@@ -702,10 +703,10 @@ class KVBoost:
         return found
 
     def cache_stats(self) -> dict[str, Any]:
-        """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
-        in part; ``cache_misses`` are the chunks that the computed rows would fill. ``healing``:
-        approximate rows and what became of them; ``audit``: how far answers over moved text were
-        from exact ones."""
+        """The contents of the cache in numbers, and totals of all requests. ``cache_hits`` are
+        chunks that served rows, wholly or in part; ``cache_misses`` are the chunks that the
+        computed rows would fill. ``healing``: approximate rows and what became of them; ``audit``:
+        how far answers over moved text were from exact ones."""
         return {
             **self._runtime.stats(),
             "healing": self._healer.stats(),

@@ -170,9 +170,9 @@ class ChunkStore:
     def look_early(
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
     ) -> EarlyLookup | None:
-        """What is stored for ``token_ids`` now, for a :meth:`lookup` that comes later. Pins
-        nothing and waits for no file. None if a remote store must be asked, and for a model with
-        states, which go while their chunks stay."""
+        """Looks up what is stored for ``token_ids`` now, for a :meth:`lookup` that comes later.
+        Pins nothing and waits for no file. None if a remote store must be asked, and for a model
+        with states, which go while their chunks stay."""
         if self._remote is not None or self._has_states:
             return None
         with self._lock:

@@ -12,7 +12,8 @@ from kvboost.structured.formats import FORMATS, grammar_for
 
 
 class ChatTokenizer(Protocol):
-    """What the options depend on: how the model writes calls and reasoning."""
+    """The part of a tokenizer that the options depend on: how the model writes calls and
+    reasoning."""
 
     @property
     def style(self) -> ChatStyle: ...

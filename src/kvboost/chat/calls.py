@@ -36,7 +36,7 @@ class CallReader:
         """``names``: a value that calls none of these tools is no call; None allows any name."""
         self._names = names
         self.text = ""
-        """What has been read."""
+        """The text that has been read."""
         self.is_complete = False
         self._depth = 0
         self._in_string = self._escaped = False

@@ -26,7 +26,7 @@ class ClearToolUses:
     """Replaces the oldest tool results by a short text. A use is a call and its result."""
 
     trigger: str = "input_tokens"
-    """What is counted to decide whether anything is cleared: ``input_tokens`` or ``tool_uses``."""
+    """The count that decides whether anything is cleared: ``input_tokens`` or ``tool_uses``."""
     trigger_value: int = 100_000
     """Nothing is cleared unless there are more than these."""
     keep: int = 3

@@ -21,8 +21,8 @@ class AnswerParser(Protocol):
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """What was held back. ``cut``: the answer was ended by a limit, so that a tag or a call
-        may be incomplete; such a beginning is left out."""
+        """The parts that were held back until the end. ``cut``: a limit has ended the answer, so
+        the last tag or call may be incomplete; its beginning is then left out."""
 
 
 class TextParser:
@@ -52,7 +52,8 @@ class TextParser:
         self._has_calls = False
         self._in_tag = False
         self._before_call = ""
-        """What was dropped before a call without a tag: shown if it is none."""
+        """Text that was dropped before a call without a tag. It is shown if that turns out to be no
+        call."""
         self._is_cut = False
 
     def feed(self, text: str) -> list[Part]:
@@ -88,7 +89,7 @@ class TextParser:
 
     @property
     def _frame(self) -> tuple[str, str]:
-        """What is around a call."""
+        """The text before and after a call."""
         if self._calls is None or not self._in_tag:
             return self._before_call, ""
         return self._calls.before, self._calls.after
@@ -148,7 +149,8 @@ class TextParser:
         return True
 
     def _read_in_tag(self, *, final: bool) -> list[Part]:
-        """What is between a call and the end of its tag: nothing, another call, or other text."""
+        """Reads what is between a call and the end of its tag: nothing, another call, or other
+        text."""
         assert self._calls is not None
         rest = self._held.lstrip()
         if rest[:1] in ("{", "["):

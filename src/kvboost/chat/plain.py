@@ -58,7 +58,8 @@ def with_tools_as_text(
 
 
 def _with_calls(message: Message) -> str | list[Mapping[str, Any]]:
-    """What a message says, and then its calls. Parts stay parts: some may be images."""
+    """The content of a message, and then its calls as text. Content parts stay parts, because some
+    may be images."""
     calls = [
         f"{TAGGED.before}{json.dumps(call['function'], ensure_ascii=False)}{TAGGED.after}"
         for call in message.get("tool_calls") or ()

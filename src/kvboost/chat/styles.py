@@ -19,7 +19,7 @@ class CallStyle:
 
     @property
     def before(self) -> str:
-        """What a call begins with."""
+        """The text before a call."""
         return f"{self.opens}\n" if self.opens else ""
 
     @property
@@ -28,7 +28,7 @@ class CallStyle:
 
     @property
     def between(self) -> str:
-        """What separates two calls."""
+        """The text between two calls."""
         return "\n" if self.opens else "; "
 
 

@@ -1,4 +1,4 @@
-"""What the checks use of an engine: a part of its public face."""
+"""The part of an engine's public interface that the checks use."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ OfModel = Annotated[
 ]
 _PREVIEW = 48
 _SHOWN = ("name", "fingerprint", "bits", "chunks", "tokens")
-"""What ``info`` says of a model."""
+"""The fields that ``info`` shows of each model."""
 
 
 @app.command()

@@ -26,7 +26,7 @@ INTRODUCTION = "/help lists the commands. Ctrl-C stops an answer; /exit or an em
 
 @dataclass
 class Conversation:
-    """What was said, and how the next answer is generated."""
+    """The messages so far, and how the next answer is generated."""
 
     engine: kvboost.KVBoost
     out: Console

@@ -145,7 +145,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 out = Console()
 say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-"""What a server says besides its address, which goes to standard output for scripts."""
+"""The console for messages of a server. Only its address goes to standard output, for scripts."""
 Host = Annotated[str, told("The address to listen on.")]
 AllowHost = Annotated[
     list[str] | None, told("Another host name of this server; may be repeated; * allows any.")

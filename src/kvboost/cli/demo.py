@@ -227,7 +227,7 @@ def painted(map_cells: Sequence[str]) -> Text:
 
 
 def legend(reports: Sequence[ReuseReport] = ()) -> Text:
-    """What the marks mean; given ``reports``, only those that may occur in their maps."""
+    """The legend of all marks; given ``reports``, only of those that may occur in their maps."""
     kinds = {span.kind.value for report in reports for span in report.spans}
     if any(report.recomputed for report in reports):
         kinds.add(RECOMPUTED)
@@ -235,7 +235,7 @@ def legend(reports: Sequence[ReuseReport] = ()) -> Text:
 
 
 def legend_of(kinds: Collection[str]) -> Text:
-    """What the marks of ``kinds`` mean."""
+    """The legend of the marks of ``kinds``."""
     lines = [
         Text(f"{MARKS[name]} {meaning}", style=colour)
         for name, (colour, meaning) in STYLES.items()

@@ -39,7 +39,7 @@ class Asked:
         return text
 
     def prompt(self) -> Any:
-        """What an engine reads."""
+        """The prompt as an engine reads it."""
         from kvboost import Conversation
 
         if self.text is not None:
@@ -49,7 +49,7 @@ class Asked:
         return Conversation(messages, self.given.get("tools") or (), options)
 
     def body(self, answer: str | None = None) -> dict[str, Any]:
-        """What a server is sent; with an ``answer``, so that it reads this too."""
+        """The body to send to a server; with an ``answer``, so that the server reads this too."""
         if self.text is not None:
             own = {"cache_salt": self.cache_salt} if self.cache_salt else {}
             return {"prompt": self.text + (answer or ""), **own}

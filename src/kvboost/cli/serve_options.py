@@ -60,7 +60,7 @@ _VALUES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str, int, float), "text in quotes"),  # sizes and such may be plain numbers
     Path: ((str,), "text in quotes"),
 }
-"""What TOML may have for a parameter of each type, and how to say it."""
+"""The TOML types that are allowed for a parameter of each type, and their name in errors."""
 
 
 def read_config(context: typer.Context, path: Path, *, starting: bool = False) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def read_config(context: typer.Context, path: Path, *, starting: bool = False) -
 
 
 def _mistaken_type(annotation: Any, value: object) -> str | None:
-    """What TOML must have for a parameter with ``annotation``; None if ``value`` is that."""
+    """The name of the TOML type that a parameter with ``annotation`` needs; None if ``value`` has
+    it."""
     kinds = (annotation, *get_args(annotation))  # list[str] | None wants list[str]
     wanted = next(kind for kind in kinds if kind in _VALUES or get_origin(kind) is list)
     if get_origin(wanted) is list:
@@ -200,7 +201,8 @@ class ServeOptions:
         "Requests that may wait; more are answered 429.", EngineConfig.max_waiting, min=0
     )
     max_kv_bytes: str | None = option(
-        "Memory for running requests; by default a quarter of all memory."
+        "Memory for running requests; by default a quarter of the machine's memory, or half of "
+        "what is free on a GPU."
     )
     far_kv_bytes: str = option(
         "Memory for requests that --max-kv-bytes does not hold: of the host, if the model is "

@@ -57,7 +57,7 @@ class KVEvents:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What a prompt may bring."""
+    """The limits of the images of a prompt."""
 
     max_images: int = 32
     max_bytes: int = 20 * 1024**2
@@ -177,18 +177,18 @@ class EngineConfig:
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
     weights: str = "auto"
-    """What ``from_pretrained`` does with quantised weights. ``"packed"`` keeps the codes of 4 and 8
-    bits and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs
-    GGUF files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and
-    takes the embedded models in ordinary numbers."""
+    """How ``from_pretrained`` loads quantised weights. ``"packed"`` keeps the codes of 4 and 8 bits
+    and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs GGUF
+    files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and takes the
+    embedded models in ordinary numbers."""
     device_memory: int | None = None
-    """What an engine may take of a GPU's memory: for weights, the KV of running requests,
+    """The memory that an engine may take on a GPU: for weights, the KV of running requests,
     ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not
     fit are streamed to the GPU in every forward. None: no limit, and nothing is streamed. A draft
     model comes on top."""
     host_memory: int | None = None
-    """What streamed layers may take of the machine's memory; others are read from disk in every
-    forward. By default four fifths of what is free."""
+    """The memory of the machine that streamed layers may take; the other layers are read from disk
+    in every forward. By default four fifths of what is free."""
 
     max_images: int = ImageLimits.max_images
     """The most images of a prompt."""

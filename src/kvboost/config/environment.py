@@ -1,4 +1,4 @@
-"""What environment variables say. No other module reads them."""
+"""Reads environment variables. No other module does."""
 
 from __future__ import annotations
 

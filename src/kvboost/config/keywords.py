@@ -92,11 +92,10 @@ REMOVED = {
     "recency_window_chunks": "leave it out: eviction learns which chunks come back; engine.pin() "
     "keeps a text for good",
     "prefill_chunk_size": "use prefill_slice",
-    "audit_fraction": "leave it out: healing compares every answer over moved text with an exact "
-    "one; max_audit_kl says what to do about it",
     "speculative_config": "use speculate, and draft_model for a model that drafts",
     "tree_speculative_config": "use speculate: drafts are sequences, not trees",
     "streaming_config": "use device_memory, and host_memory for layers from disk",
+    "awq_path": "name the quantised folder as the model, with weights='packed'",
 }
 """Options of earlier versions that are gone, and what to do instead."""
 

@@ -1,4 +1,4 @@
-"""What one request may choose: how much of the cache it uses, and how it picks its tokens."""
+"""The options of one request: how much of the cache it uses, and how it picks its tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that the answer may have."""
     logprobs: int | None = None
-    """Adds the log probability of each token, and so many of the likeliest tokens at its place."""
+    """Adds the log probability of each token, and this many of the likeliest tokens at its
+    place."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt. All of it is computed then."""
     ignore_eos: bool = False

@@ -251,7 +251,7 @@ class _Connection(asyncio.Protocol):
             raise kind(next((_SAID[part] for part in _SAID if part in told), told)) from None
 
     async def _more(self, deadline: float | None) -> None:
-        """Waits for data, or for the end of it."""
+        """Waits for more data, or for the end of the stream."""
         if self._is_over:
             if self._error is not None:
                 raise self._error

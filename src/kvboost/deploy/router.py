@@ -9,7 +9,7 @@ the upstream where it is expected to be read soonest::
             - the text this upstream holds more than others     keeps memories equally full
 
 All terms are in prompt tokens, so no speed needs to be known. Passages elsewhere count 0.85,
-because a server computes about 15 % of moved text again.
+because a server computes a part of moved text again.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Explanation:
         return self.parts[-1].end if self.parts else 0
 
     def without_cached_text(self) -> Explanation:
-        """The same without text that may be another user's: what the prompt itself has is left."""
+        """This explanation without text that may be another user's; only the prompt's own text is
+        left."""
         found = self.divergence
         return replace(
             self,

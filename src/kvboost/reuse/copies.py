@@ -42,7 +42,7 @@ def further_copies(
 
 
 def _name(hit: Hit) -> tuple[str, int]:
-    """The same for hits that take the same rows of a chunk to the same place."""
+    """A key that is the same for hits that take the same rows of a chunk to the same place."""
     return hit.chunk.key, hit.rotated_by
 
 

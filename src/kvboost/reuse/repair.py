@@ -23,8 +23,8 @@ from kvboost.reuse.probe import AttentionMass, Bands, Deviation
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
 PROBE_ROWS, LEAST_PROBE_ROWS = 64, 16
-"""At most so many of a prompt's last rows are probed for what they attend to, and at least so many
-of them where little has changed: there it matters less which rows are chosen."""
+"""At most this many of a prompt's last rows are probed for what they attend to, and at least this
+many of them where little has changed: there it matters less which rows are chosen."""
 PROBE_SLICE = 4096
 """Rows that go through a probe together: the masks of more would take too much memory."""
 PROBE_BAND = (0.64, 0.86)
@@ -332,8 +332,8 @@ def asks_attention(repair: RepairParams) -> bool:
 
 
 def query(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The rows that the prompt's last rows attend to, and seams; the rest of each span is
-    shifted."""
+    """Chooses the rows that the prompt's last rows attend to, and seams; shifts the rest of each
+    span."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     if num_rows in (0, moved.plan.num_moved):  # nothing to choose
         return RepairChoice(moved.rows.copy() if num_rows else np.zeros_like(moved.rows))
@@ -343,10 +343,11 @@ def query(moved: MovedText, repair: RepairParams) -> RepairChoice:
 
 
 def auto(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The rows that the prompt's last rows attend to; the rest of each span is shifted. More rows
-    if the answer depends more on moved text than is typical. If little has changed since it was
-    read, fewer rows, and those first that are expected to be off most, say after a seam. If much
-    has changed, all rows are off: attention and seams decide, as in ``query``."""
+    """Chooses the rows that the prompt's last rows attend to; shifts the rest of each span. It
+    chooses more rows if the answer depends more on moved text than is typical. If little has
+    changed since the text was read, it chooses fewer rows, first those that are expected to be off
+    most, for example after a seam. If much has changed, all rows are off: attention and seams
+    decide, as in ``query``."""
     if not asks_attention(repair):
         return query(moved, repair)
     attention, errors = moved.attention(), moved.errors()

@@ -30,8 +30,8 @@ class _Loaded:
 
 
 class Adapters:
-    """Thread-safe. A request holds the adapter that it began with, whatever its name means
-    later."""
+    """The loaded adapters of an engine, by name. Thread-safe. A request holds the adapter that it
+    began with, whatever its name means later."""
 
     def __init__(
         self, forward: Forward, store: ChunkStore, root_of: RootOf, refusal: str | None = None

@@ -104,7 +104,7 @@ class Backend:
 
     @property
     def kv_format(self) -> AnyFormat:
-        """What chunks look like in slow tiers."""
+        """The format of chunks in slow tiers."""
         shape, bits = self.model.forward.shape, self._config.kv_cache_bits
         states = self.model.forward.states
         formats = tuple(group_format(group, bits) for group in shape.groups)

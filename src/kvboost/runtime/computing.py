@@ -36,8 +36,8 @@ def await_device(state: RequestState, is_done: Callable[[], bool] | None) -> Com
 
 
 def next_need(backend: Backend, steps: Computing[Any], given: Results | None) -> Segment | None:
-    """What ``steps`` need after what they are given. Beside a GPU, what is planned and chosen
-    between two forwards is little, and one thread does it."""
+    """Sends ``steps`` the results of their last segment and returns the next one. With a GPU, this
+    runs in one thread: there is little to plan and choose between two forwards."""
     with one_thread() if backend.forward.uses_one_thread else nullcontext():
         return steps.send(given)
 
@@ -76,7 +76,8 @@ def text_pieces(backend: Backend, steps: Steps, state: RequestState) -> Generato
 
 
 def _run(backend: Backend, steps: Computing[Any], segment: Segment) -> Results:
-    """What a segment asks for. The steps see a failure first, so that they can clean up."""
+    """Runs a segment and returns its results. A failure is raised in ``steps`` first, so that they
+    can clean up."""
     try:
         return backend.forward.run_one(segment)
     except BaseException as error:

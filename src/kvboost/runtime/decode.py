@@ -279,7 +279,7 @@ class Drafts:
 
     def __init__(self, state: RequestState) -> None:
         self.speculator: Speculator | None = None
-        """What drafts; None if nothing does."""
+        """Drafts tokens; None if nothing is drafted."""
         self._state = state
         self._rows: deque[tuple[int, Given]] = deque()
 

@@ -1,4 +1,4 @@
-"""What an engine does differently on CPUs, on NVIDIA GPUs and on other GPUs."""
+"""How an engine differs on CPUs, on NVIDIA GPUs and on other GPUs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Device:
     may_page = False
     """Whether requests could have pages."""
     collectives = "gloo"
-    """What ranks with such devices exchange tensors over, as torch names it."""
+    """The backend over which ranks with such devices exchange tensors, as torch names it."""
     clock = staticmethod(time.perf_counter)
-    """What steps are measured with. Use it within one thread."""
+    """The clock that steps are measured with. Use it within one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -133,7 +133,7 @@ class Generation:
                 state.clock.lap("admit")
 
     def _look_up(self, *, ask_remote: bool = True) -> Lookup:
-        """What is known of the prompt, until it is in place."""
+        """The cached rows of the prompt, held until they are in place."""
         planner, state = self._runtime.planner, self._state
         early, state.early = state.early, None
         return planner.lookup(self._request, self._live_end, ask_remote=ask_remote, early=early)

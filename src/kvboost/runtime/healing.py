@@ -128,8 +128,9 @@ class Healer:
         )
 
     def stats(self) -> dict[str, Any]:
-        """What was healed: ``share`` is that of all approximate rows; ``tokens_per_second`` counts
-        the time that healing took. ``readings``: of documents in further contexts."""
+        """Counts of what was healed: ``share`` is that of all approximate rows;
+        ``tokens_per_second`` counts the time that healing took. ``readings``: of documents in
+        further contexts."""
         counts, seconds = self._queue.counts.copy(), self._seconds
         healed, seen = counts["healed_tokens"], counts["approximate_tokens"]
         return {
@@ -165,7 +166,7 @@ class Healer:
         }
 
     def close(self) -> None:
-        """Ends what another thread may be healing, and drops what waits."""
+        """Stops the healing that another thread may be doing, and drops what waits."""
         self._closed = True
         with self._working:
             self._queue.clear()

@@ -1,5 +1,5 @@
-"""What waits for idle time: conversations to be healed, and documents to be read in one more
-context. Token ids and a few numbers, no KV."""
+"""The work that waits for idle time: conversations to be healed, and documents to be read in one
+more context. It is kept as token ids and a few numbers, without KV."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class IdleWork:
     """Text whose rows are to be computed and kept."""
 
     counted_as: ClassVar[str]
-    """What names in ``IdleQueue.counts`` begin with."""
+    """The prefix of its names in ``IdleQueue.counts``."""
     failure: ClassVar[str]
-    """What to say if it fails."""
+    """The message to log if it fails."""
 
     request: Request
     """Asks for all of its rows, exactly."""
@@ -209,7 +209,7 @@ class Line(Generic[W]):
         self.num_bytes -= one.num_bytes
 
     def take(self, *, newest: bool = False) -> W:
-        """What was added first, or the newest."""
+        """Removes and returns the oldest piece of work, or the newest."""
         one = self._waiting.pop(-1 if newest else 0)
         self.num_tokens -= one.num_rows
         self.num_bytes -= one.num_bytes
@@ -323,7 +323,8 @@ class IdleQueue:
             return self.readings.take() if len(self.readings) else None
 
     def put_back(self, one: IdleWork) -> None:
-        """A request has interrupted it. It waits on, unless turns that go on from it have come."""
+        """Queues work again that a request has interrupted, unless later turns of its conversation
+        have come."""
         with self._lock:
             self._count(one, "interrupted")
             if isinstance(one, Reading):

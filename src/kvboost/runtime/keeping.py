@@ -1,4 +1,4 @@
-"""What a request leaves for later ones: chunks, texts to draft from, rows to heal."""
+"""Keeps what later requests can use of a request: chunks, texts to draft from, rows to heal."""
 
 from __future__ import annotations
 

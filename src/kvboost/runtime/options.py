@@ -1,4 +1,4 @@
-"""What one request may choose."""
+"""The options of one request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ReuseOptions(TypedDict, total=False):
-    """What a request may share, and how it repairs moved text. Default: the engine's settings.
-    ``adapter`` is the name of a loaded adapter; text is shared only under the same one."""
+    """The options of reuse: what a request may share, and how it repairs moved text. Default: the
+    engine's settings. ``adapter`` is the name of a loaded adapter; text is shared only under the
+    same one."""
 
     cache_salt: str
     recompute_strategy: str | None
@@ -47,14 +48,13 @@ class ReuseOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
-    """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
-    ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
-    ``marks`` are positions after which other prompts may go on otherwise: there, a model with
-    states keeps them.
-    ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
-    can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
-    engine's. ``exactness="verified"`` gives the answer of exact rows. ``speculate`` overrides the
-    engine's."""
+    """All options of a request. ``keep=False`` leaves nothing of it in the cache; ``boundaries``
+    are the token positions at which its documents begin: no chunk crosses one. ``marks`` are
+    positions after which other prompts may go on otherwise: there, a model with states keeps them.
+    ``tenant`` names the user that the request counts for: while requests wait, tenants take turns,
+    and no tenant can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal``
+    overrides the engine's. ``exactness="verified"`` gives the answer of exact rows. ``speculate``
+    overrides the engine's."""
 
     keep: bool
     boundaries: Sequence[int]
@@ -66,7 +66,7 @@ class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
 
 
 class BatchOptions(RequestOptions, total=False):
-    """What one prompt of a batch may choose."""
+    """The options of one prompt of a batch."""
 
     max_new_tokens: int
     mode: GenerationMode | str

@@ -100,8 +100,8 @@ class PagedBackend(Backend):
         return [note for note in found if note is not None] if self.device.may_page else []
 
     def close(self) -> None:
-        """Graphs and what they run refer to one another, so that only a collection finds that
-        nothing else needs them."""
+        """Releases pages and graphs. Graphs and what they run refer to one another, so only
+        Python's garbage collector can free them."""
         self.pool.clear()
         self.forward = self.model.forward
         if self.tiers.gpu is not None:

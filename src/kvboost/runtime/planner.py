@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Lookup:
-    """What is ``known`` of a prompt, until this is closed, at the end of its context."""
+    """The cached rows of a prompt (``known``). They stay pinned until this is closed, at the end of
+    its context."""
 
     def __init__(self, lookup: AbstractContextManager[KnownRows]) -> None:
         self._open = ExitStack()
@@ -66,7 +67,8 @@ class Planner:
         self._decode = decode
 
     def look_early(self, request: Request) -> EarlyLookup | None:
-        """What is cached of a prompt that waits for its turn: see :meth:`ChunkStore.look_early`."""
+        """Looks up the cached rows of a prompt that waits for its turn: see
+        :meth:`ChunkStore.look_early`."""
         if request.mode is GenerationMode.BASELINE:
             return None
         ids, moved_before = self._wanted(request, len(request.token_ids))
@@ -174,8 +176,9 @@ class Planner:
         refusal: str,
         weighed: Weighed | None,
     ) -> PlanFacts:
-        """What is noted of every plan, to explain it later. That takes microseconds: nothing is
-        looked at chunk by chunk. ``weighed``: the costs by which moved text was refused."""
+        """The facts about a plan that are needed to explain it later. Every plan notes them; it
+        takes microseconds, because nothing is looked at chunk by chunk. ``weighed``: the costs by
+        which moved text was refused."""
         root, last, cacheable = self._root(request), live_end - 1, self._cacheable(request)
         in_place = known.in_place
         known_rows = in_place[-1].end if in_place else 0
@@ -295,8 +298,8 @@ def _left(known: KnownRows, plan: Plan) -> list[tuple[int, int]]:
 def explainer(
     store: ChunkStore, token_ids: TokenIds, decode: Decode
 ) -> Callable[[ReuseReport, bool], Explanation]:
-    """What explains a report on ``token_ids``. It does not keep the store, and so not the engine,
-    alive."""
+    """A function that explains a report on ``token_ids``. It does not keep the store, and therefore
+    not the engine, alive."""
     found = weakref.ref(store)
 
     def work(report: ReuseReport, other_salts: bool) -> Explanation:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked, checked."""
+    """A checked request: its prompt and its options."""
 
     token_ids: TokenIds
     mode: GenerationMode
@@ -46,7 +46,7 @@ class Request:
     exactness: str = "repaired"
     """``"verified"``: the answer is that of exact rows, so moved text is read again."""
     grammar: Grammar | None = None
-    """What the answer must look like."""
+    """The format that the answer keeps to."""
     adapter: AppliedAdapter | None = None
     speculate: str | int = "auto"
     """Whether tokens are drafted, and how many at most."""
@@ -80,7 +80,7 @@ class Request:
 
 @dataclass
 class Turn:
-    """What the loop tells a request before it asks what that needs next."""
+    """The facts that the loop tells a request before it asks for the request's next rows."""
 
     slice_rows: int | None = None
     """How many rows of its prompt go through the model at a time; None: what suits the device."""
@@ -91,14 +91,14 @@ class Turn:
     other_rows: int = 0
     """How many rows the other running requests need in a step."""
     other_tokens: float = 0.0
-    """How many tokens those of them that are answering may expect of a step."""
+    """How many tokens the answering ones among them may expect of a step."""
     other_promises: float = 0.0
     """How many more with the drafts that they do not run, because steps are launched ahead."""
 
 
 @dataclass
 class RequestState:
-    """How far a request is."""
+    """The progress of a request."""
 
     request: Request
     clock: Clock = field(default_factory=Clock)
@@ -126,18 +126,19 @@ class RequestState:
     new_chunks: int = 0
     """How many chunks the request has added to the store."""
     early: EarlyLookup | None = None
-    """What was cached of its prompt when it arrived."""
+    """The lookup of its prompt that was made when it arrived."""
     batched: bool = False
     """Whether the loop runs it, beside other requests that may share its rows."""
     turn: Turn = field(default_factory=Turn)
     awaits: Callable[[], bool] | None = None
-    """If it pauses for the device: whether that has done what the request needs to go on."""
+    """While it pauses for the device: tells whether the device has done what the request needs to
+    go on."""
     accompanied: bool = False
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     expected_tokens: float = 1.0
     """How many tokens it may expect of its next step, with a draft."""
     promised_tokens: float = 0.0
-    """What a draft would add, if it runs none because its steps are launched ahead."""
+    """How many tokens a draft would add, if it runs none because its steps are launched ahead."""
     step_seconds: float = 0.0
     """How long its last step took, by the device's clock, with what was done before it since the
     one before."""
@@ -165,7 +166,7 @@ class RequestState:
 
     @property
     def shown(self) -> Sequence[str] | Sequence[int]:
-        """What its listener gets, as it grows: pieces of text, or token ids."""
+        """The answer so far as its listener gets it: pieces of text, or token ids."""
         return self.token_ids if self.shows_ids else self.text
 
     def show(self, piece: str) -> None:

@@ -1,4 +1,4 @@
-"""What callers ask for, checked: the requests of an engine."""
+"""Checks what callers ask for, and makes the requests of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all requests of an engine share: the model, the chunk store, buffers and costs."""
+"""The parts that all requests of an engine share: the model, the chunk store, buffers and costs."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Runtime:
         return self.cost.forward(num_tokens, num_tokens // 2) * 1e3
 
     def stats(self) -> dict[str, Any]:
-        """What the cache holds, and the totals of all requests so far."""
+        """The contents of the cache in numbers, and the totals of all requests so far."""
         store = self.store.stats()
         memory = store.tiers["ram"]
         return {
@@ -175,7 +175,8 @@ class Runtime:
         }
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the records of the cache and of running requests."""
+        """The mistakes in the records of the cache and of running requests; empty if all is
+        well."""
         return self.store.check_integrity() + self.pool.check_integrity()
 
     def notes(self) -> list[str]:

@@ -321,9 +321,9 @@ def _num_within(places: Sequence[int], ranges: Left) -> int:
 
 
 class Company:
-    """What requests need and expect together. A request is taken out while it is asked what it
-    needs next, so that it is told of the others; adding all of them up each time would take as long
-    as a step where many run."""
+    """The sums of what running requests need and expect. A request is taken out while it is asked
+    for its next rows, so that it is told about the others only. Adding all of them up each time
+    would take as long as a step if many run."""
 
     def __init__(self, jobs: Iterable[Job], *, shares_forwards: bool = True) -> None:
         """``shares_forwards``: whether prompts that are read are in one forward with answers."""

@@ -13,7 +13,7 @@ from kvboost.results import Calibration
 log = logging.getLogger("kvboost")
 
 LEAST_RAISED = 0.15
-"""What a ratio of 0 is raised to."""
+"""A ratio of 0 is raised to this."""
 
 
 class Settings:

@@ -55,8 +55,8 @@ class Sight:
         return tuple((image.start, image.end) for image in self._images.placed)
 
     def places(self, positions: range | torch.Tensor) -> torch.Tensor | None:
-        """What the rows at ``positions``, of the prompt or after it, are rotated by; None if that
-        is their positions."""
+        """The places by which the rows at ``positions``, of the prompt or after it, are rotated;
+        None if their places are their positions."""
         if self._images is None or not self._images.is_spatial:
             return None
         return torch.from_numpy(self._images.places(np.asarray(positions)))
@@ -70,8 +70,8 @@ class Sight:
         return end
 
     def rows(self, positions: range | torch.Tensor) -> Computing[ImageRows | None]:
-        """What the rows of the prompt at ``positions`` are given instead of tokens. Pauses between
-        two parts of an image."""
+        """The features that image rows at ``positions`` of the prompt get instead of token
+        embeddings. Pauses between two parts of an image."""
         images = self._images
         if images is None:
             return None

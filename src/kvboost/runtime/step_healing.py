@@ -62,7 +62,7 @@ class StepHealing:
 
     def rows_after(self, rows: Segment, end: int) -> Segment | None:
         """The rows to compute beside the step after the next, which computes ``rows``; None if that
-        one is to catch up. ``end``: of the answer so far, in the prompt and it."""
+        one is to catch up. ``end``: the position after the last token of prompt and answer."""
         return None if end + 1 - rows.end <= self._most else self._next_rows(rows.end)
 
     def _next_rows(self, start: int) -> Segment | None:

@@ -40,7 +40,7 @@ class AnswerListener(Protocol):
 
     @property
     def event_loop(self) -> Mailbox | None:
-        """What calls it; None: the loop's thread does."""
+        """The mailbox through which it is called; None: the loop's thread calls it."""
 
     def push(self, pieces: Any, /) -> None:
         """More has arrived: pieces of text, or token ids if its request shows ids."""

@@ -167,7 +167,7 @@ async def page() -> Response:
 
 
 def _hindrance(server: ServerState) -> dict[str, Any] | None:
-    """What keeps the server from being ready; None if nothing does."""
+    """Why the server is not ready; None if it is."""
     if server.engine.failure is not None:
         return {"status": "failed"}
     if (warming := server.documents.warming) is not None:

@@ -1,4 +1,4 @@
-"""What makes embeddings, between the steps that compute answers."""
+"""Makes embeddings, between the steps that compute answers."""
 
 from __future__ import annotations
 

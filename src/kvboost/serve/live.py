@@ -60,7 +60,7 @@ class LiveLog:
         return [answer for answer in self._answers if answer["seq"] > seq]
 
     def healed(self) -> list[dict[str, Any]]:
-        """What has become of the approximate rows of the last 16 answers that had any."""
+        """The healing of the last 16 answers that had approximate rows."""
         return [
             {"request_id": request_id, **asdict(healing)} for request_id, healing in self._healing
         ]

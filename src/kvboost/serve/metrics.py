@@ -171,7 +171,7 @@ _EVENTS = {
     "dropped": "Changes of the cache that were not announced, because too many waited",
     "failed": "Messages that could not be made or sent",
 }
-"""What the engine counts, by the end of a metric's name, and what it means."""
+"""The counts of the engine, by the end of the metric's name, with their descriptions."""
 
 
 class _EngineCollector(Collector):

@@ -71,9 +71,9 @@ def serve(
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Has Python look for cycles of objects less often, and not among those there are now, which
-    stay. What is cached are many long-lived objects without cycles: by default, a server with many
-    users would spend an eighth of its time looking through them."""
+    """Makes Python's garbage collector run less often, and exempts the objects that exist now,
+    which stay. The cache holds many long-lived objects without cycles: by default, a server with
+    many users would spend an eighth of its time looking through them."""
     usual = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(10_000, 10, 500)

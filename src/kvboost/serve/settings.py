@@ -116,7 +116,7 @@ class ServerSettings:
     max_document_bytes: int = 64 * 1024**2
     """Text of the documents that are kept for one tenant."""
     embedding_model: kvboost.EmbeddingModel | None = None
-    """What makes embeddings. Default: the model that answers requests."""
+    """The model for embeddings. Default: the model that answers requests."""
     image_hosts: tuple[str, ...] = ()
     """Hosts from which images of prompts may be fetched, such as ``images.example.com``,
     ``*.example.com`` or ``10.0.0.5:9000``. Empty: images are data URLs only."""

@@ -22,10 +22,10 @@ class SchemaModel(Protocol):
 
 
 class FormatOptions(TypedDict, total=False):
-    """What an answer must look like; at most one of these. ``schema`` is a JSON schema or a model
-    of pydantic's, ``regex`` a regular expression that the whole answer matches, ``grammar`` a
-    grammar in Lark's or GBNF's notation, or one that is compiled, ``choice`` the strings of which
-    the answer is one."""
+    """The format of an answer; at most one of these. ``schema`` is a JSON schema or a model of
+    pydantic's, ``regex`` a regular expression that the whole answer matches, ``grammar`` a grammar
+    in Lark's or GBNF's notation, or one that is compiled, ``choice`` the strings of which the
+    answer is one."""
 
     schema: Mapping[str, Any] | type | None
     regex: str | None

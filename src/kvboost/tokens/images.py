@@ -45,7 +45,7 @@ class FoundImage(Protocol):
 
     @property
     def text(self) -> str:
-        """What its placeholder becomes in the text of a prompt."""
+        """The text that replaces its placeholder in a prompt."""
 
     @property
     def grid(self) -> tuple[int, int] | None:
@@ -53,11 +53,11 @@ class FoundImage(Protocol):
 
 
 class ImageReader(Protocol):
-    """What turns the images of prompts into what the model reads."""
+    """Turns the images of prompts into what the model reads."""
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes for an image."""
+        """The text that the chat template writes for an image."""
 
     @property
     def row_id(self) -> int:

@@ -223,7 +223,8 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def _rows_hint(ids: np.ndarray[Any, Any]) -> str:
-    """What to do with token ids in rows, as transformers' tokenizers return them."""
+    """A hint for an error: what to do with token ids in rows, as transformers' tokenizers return
+    them."""
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
         return ""
     if len(ids) == 1:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """What we need of a tokenizer."""
+    """The part of a tokenizer that KVBoost needs."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` with the special tokens the model expects in front."""
@@ -16,8 +16,8 @@ class Tokenizer(Protocol):
         """Ids of ``text`` alone, to be joined with others."""
 
     def chat_frame(self) -> tuple[str, str] | None:
-        """What the chat template puts before and after a first user message, up to the answer;
-        None if there is no template to say."""
+        """The text that the chat template puts before and after a first user message, up to the
+        answer; None if there is no chat template."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``."""
@@ -60,7 +60,7 @@ class Detokenizer:
         return self._take(final=False)
 
     def finish(self) -> str:
-        """What was still held back."""
+        """The text that was still held back."""
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:

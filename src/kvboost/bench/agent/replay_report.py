@@ -76,7 +76,7 @@ class Replayed:
 
     @property
     def kinds(self) -> list[str]:
-        """Those of the sessions, and ``ALL`` if there are several."""
+        """The kinds of the sessions, and ``ALL`` if there are several."""
         found = list(dict.fromkeys(one.kind for one in self.sessions))
         return [*found, ALL] if len(found) > 1 else found
 

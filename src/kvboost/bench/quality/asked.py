@@ -60,8 +60,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PayloadCost:
-    """What the passages of one prompt cost, in KVShareArena's measures. A layer-token is one token
-    in one layer."""
+    """The cost of the passages of one prompt, in KVShareArena's measures. A layer-token is one
+    token in one layer."""
 
     recomputed_layer_tokens: int
     """Repair with its probes, and rows of passages that were not in the cache."""

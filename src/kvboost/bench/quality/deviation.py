@@ -49,7 +49,7 @@ from kvboost.model.loading.load import LoadedModel, load
 from kvboost.progress import Progress
 
 DECODING = 20
-"""A token of an answer takes about as long as so many of a prompt."""
+"""A token of an answer takes about as long as this many tokens of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

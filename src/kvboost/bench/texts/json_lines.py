@@ -18,9 +18,9 @@ T = TypeVar("T")
 def read_rows(
     path: str | os.PathLike[str], parse: Callable[[int, Any], T], what: str, expected: str
 ) -> list[T]:
-    """What ``parse`` makes of the number of a line, from 1, and of its JSON. Blank lines are
-    skipped. Raises ``ConfigError`` if the file cannot be read or holds no ``what``, and if
-    ``parse`` raises ``ValueError``: it names the line and says what was ``expected``."""
+    """The results of ``parse``, which is given the number of each line, from 1, and its JSON. Blank
+    lines are skipped. Raises ``ConfigError`` if the file cannot be read or holds no ``what``, and
+    if ``parse`` raises ``ValueError``: it names the line and says what was ``expected``."""
     name = os.fspath(path)
     rows = []
     for number, line in enumerate(_lines(path, what, expected), start=1):

@@ -136,7 +136,7 @@ class KnownRows:
 
 
 class EarlyLookup(NamedTuple):
-    """What was ``known`` of a prompt when it arrived, before its turn came."""
+    """The cached rows of a prompt at the time it arrived, before its turn came."""
 
     known: KnownRows
     newest: int

@@ -107,7 +107,7 @@ def measure(
 
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest over layers of the distance, relative to the length of ``right``."""
+    """The largest distance of all layers, relative to the length of ``right``."""
     left, right = (part.float().flatten(-3) for part in (left, right))
     distance = (left - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-12)
     return float(distance.nan_to_num(nan=float("inf")).max())

@@ -22,7 +22,7 @@ class Layer(Protocol):
 
     impl: Any
     sliding_window: int | None
-    """A row sees so many of the last keys, its own among them."""
+    """How many of the last keys a row sees, its own among them."""
 
 
 class Pages:

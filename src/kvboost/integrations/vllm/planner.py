@@ -261,8 +261,8 @@ class Planner:
     def _lookup(
         self, index: Index, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0
     ) -> KnownRows:
-        """What is stored of ``token_ids``. Of a model with states, as far as a prompt goes on from
-        the end of a page: another process may have had smaller ones."""
+        """The stored rows of ``token_ids``. With a model with states, only those before the last
+        stored states at the end of a page: another process may have had smaller pages."""
         known = index.lookup(root, token_ids, moved_before=moved_before)
         if not self._resumes:
             return known

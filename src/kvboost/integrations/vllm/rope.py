@@ -28,8 +28,8 @@ def rotation(model: torch.nn.Module, layers: Sequence[object]) -> Rotation:
 
 
 def _positions_of(model: torch.nn.Module, layers: Sequence[object]) -> list[Any]:
-    """What gives each layer its rotary positions: any such module if all are alike, or the one
-    that the block around the layer has as ``rotary_emb``."""
+    """The modules that give each layer its rotary positions: any such module if all are alike, or
+    the one that the block around the layer has as ``rotary_emb``."""
     every: list[Any] = [one for one in model.modules() if hasattr(one, "_compute_inv_freq")]
     if not every:
         raise UnsupportedModelError("it has no rotary positions that vLLM computes")

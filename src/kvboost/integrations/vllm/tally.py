@@ -18,7 +18,7 @@ SOURCES = ("exact", "moved", "recomputed", "computed")
 that were computed again, and ``computed`` were not known."""
 OUTCOMES = ("loaded", "failed")
 PUT_OFF = ("kept", "dropped")
-"""What becomes of requests whose rows are to be kept later."""
+"""The outcomes of requests whose rows are to be kept later."""
 TIER_FIGURES = ("bytes", "max_bytes", "chunks")
 
 

@@ -368,8 +368,8 @@ class Worker:
         return chunks
 
     def _bring(self, infos: Sequence[ChunkInfo], is_ahead: bool) -> Brought:
-        """Runs in our thread: chunks from the slow tiers, or on their way to a GPU, with the event
-        that ends it."""
+        """The chunks, from slow tiers or on their way to a GPU, with the event that ends the copy.
+        Runs in our thread."""
         device = self._open_pages.device
         with torch.cuda.stream(self._stream):
             chunks = self._data.fetch(infos)

@@ -279,10 +279,10 @@ class LargerPool(Protocol):
         """Whether there is memory for one more request, beside those that run."""
 
     def check(self, num_tokens: int) -> None:
-        """Raises KVTooLargeError if a request of so many rows could not run at all."""
+        """Raises KVTooLargeError if a request of ``num_tokens`` rows could not run at all."""
 
     def lend(self, num_tokens: int) -> AbstractContextManager[RequestKV]:
-        """KV for so many rows, until the context exits."""
+        """KV for ``num_tokens`` rows, until the context exits."""
 
     def clear(self) -> None:
         """Frees what no request needs."""

@@ -164,7 +164,7 @@ class LatentAttention:
     def _attend_expanded(
         self, segment: Segment, layer: int, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``[1, rows, heads, value]`` of one segment."""
+        """The attention of one segment, ``[1, rows, heads, value]``."""
         rows, _ = segment.kv.layer(layer, 0, segment.end)
         more = round_up(segment.end, grid_of(query)) - segment.end
         rows = pad(rows, (0, 0, 0, more)) if more else rows

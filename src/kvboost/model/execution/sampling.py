@@ -61,7 +61,7 @@ class PickedSoon(Protocol):
 
     @property
     def is_done(self) -> Callable[[], bool] | None:
-        """Whether it is picked, if a device may still be at it."""
+        """Tells whether a device has picked the token; None if no device picks it."""
 
     def get(self) -> Picked:
         """Waits for it."""

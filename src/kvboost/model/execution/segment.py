@@ -75,7 +75,7 @@ class Hook:
     """Whether what it observes is the mean over heads, and not the sum."""
 
     def observed(self) -> torch.Tensor | None:
-        """What it has found out about the heads of this rank; None if it finds out nothing."""
+        """The observations of this hook about the heads of this rank; None if it makes none."""
         return None
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

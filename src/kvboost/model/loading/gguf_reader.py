@@ -42,7 +42,7 @@ class QuickReader(GGUFReader):
         return _HEAD + size, [item, length, *items], range(2, 2 + count), types
 
     def _strings(self, start: int, count: int) -> tuple[list[bytes], int]:
-        """So many strings from byte ``start`` on, and the bytes that they take."""
+        """``count`` strings from byte ``start`` on, and the bytes that they take."""
         data = memoryview(self.data)
         is_little = (sys.byteorder == "little") == (self.byte_order != "S")
         read = struct.Struct("<Q" if is_little else ">Q").unpack_from

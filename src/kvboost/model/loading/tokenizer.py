@@ -21,7 +21,7 @@ from kvboost.errors import ConfigError, PromptError, StructuredOutputError
 from kvboost.model.loading.answer_parser import XML_CALLS, TemplateParser
 
 _END_TOKENS = 64
-"""So many tokens of a prompt show whether it has begun the answer."""
+"""How many tokens of a prompt show whether it has begun the answer."""
 _PROBE_NAME = "kvboost_probe"
 _PROBE = {
     "type": "function",

@@ -22,7 +22,7 @@ BLOCK = 32
 SMALL_GROUP = 16
 """The only group that is not a multiple of 32."""
 WEIGHTS_AT_ONCE = 4
-"""So many weights are rearranged at the same time when a model is loaded, at most."""
+"""The most weights that are rearranged at the same time when a model is loaded."""
 CENTRE = 8
 """The code of 4 bits that is zero if codes are centred."""
 

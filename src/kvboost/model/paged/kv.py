@@ -63,7 +63,7 @@ class PagedKV(RequestKV):
         return shared
 
     def prepare_repair(self) -> None:
-        """Kernels find rows in any pages."""
+        """Does nothing: kernels find rows in any pages."""
 
     def detach_prefix(self) -> None:
         if self._shared is not None:

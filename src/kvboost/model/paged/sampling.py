@@ -125,7 +125,7 @@ class DeviceSampling:
     def _send(
         self, row: int, numbers: list[float], whole: list[int], biases: Mapping[int, float]
     ) -> None:
-        """Enters them into the tables, in one copy to the device."""
+        """Enters the settings of one sampler into the tables, in one copy to the device."""
         floats = np.array([*numbers, *biases.values(), 0.0][: 4 + (len(biases) + 1) // 2 * 2])
         ints = np.array([*whole, *biases], np.int64)
         sent = np.concatenate([ints, floats.astype(np.float32).view(np.int64)])

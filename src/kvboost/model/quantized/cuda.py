@@ -12,7 +12,7 @@ from kvboost.model.quantized.layers import BlockProduct, Product
 from kvboost.model.quantized.weight import QuantizedWeight
 
 FEW_ROWS = 48
-"""Up to so many rows are multiplied with the codes. It has not been measured yet."""
+"""The most rows that are multiplied with the codes. It has not been measured yet."""
 GROUPS = (32, 64, 128, 256)
 TILES = (8, 4, 2)
 """Columns come in multiples of 16 times one of these."""

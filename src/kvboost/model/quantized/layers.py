@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """Gives rows of a quantised embedding: float32 ``[len(ids), width]``."""
 BLOCK_BYTES = 16 << 20
-"""Without a kernel, so many bytes of a weight are dequantised at a time."""
+"""How many bytes of a weight are dequantised at a time without a kernel."""
 
 
 class Product(Protocol):

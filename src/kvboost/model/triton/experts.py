@@ -16,7 +16,7 @@ import triton.language as tl
 from kvboost.model.triton.scores import product
 
 FEW_PAIRS = 1024
-"""Up to so many pairs, one program puts them in order; more are sorted by torch."""
+"""The most pairs that one program puts in order; more are sorted by torch."""
 AT_ONCE = 16
 """Pairs or blocks that this program compares with all others at once."""
 GROUP = 8
@@ -24,7 +24,7 @@ GROUP = 8
 
 
 class Tiles(NamedTuple):
-    """What one program of a product computes."""
+    """The tile that one program of a product computes, and how it is launched."""
 
     rows: int
     columns: int

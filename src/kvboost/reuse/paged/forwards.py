@@ -94,7 +94,7 @@ class CapturedBatch(RowBatch):
         self._store(layer, rows_first(keys), rows_first(values))
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes ``[rows, kv_heads, dim]`` after the hook has seen them."""
+        """Writes keys and values ``[rows, kv_heads, dim]`` after the hook has seen them."""
         if self._hook is not None:
             self._hook.on_fresh(layer, keys, values)
         write(keys, values, super().pages(layer), self.targets)

@@ -43,7 +43,7 @@ class ShardedKV(RequestKV):
 
 
 def number_of(kv: object) -> int:
-    """What the other ranks call a buffer."""
+    """The number by which the other ranks know a buffer."""
     assert isinstance(kv, ShardedKV)
     return kv.number
 

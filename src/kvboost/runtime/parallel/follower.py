@@ -26,8 +26,8 @@ from kvboost.runtime.parallel.ranks import Link, join_group
 
 
 class Follower:
-    """What one rank holds: its part of the model, its heads of requests and of chunks. It decides
-    nothing: budgets, evictions and plans are rank 0's."""
+    """One rank other than rank 0: its part of the model, its heads of requests and of chunks. It
+    decides nothing: budgets, evictions and plans are rank 0's."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, in order."""
+"""The messages that rank 0 sends to the other ranks, in order."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Run(Message):
 
 @dataclass(frozen=True)
 class Observed(Message):
-    """What the hook of the last segment has observed."""
+    """Asks for what the hook of the last segment has observed."""
 
     answered = True
 
@@ -166,7 +166,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class HookMessage:
-    """What another rank makes the same hook of."""
+    """The description of a hook, from which another rank makes the same one."""
 
     make: type[Hook]
     args: tuple[Any, ...]

@@ -105,7 +105,8 @@ class Ranks:
             self._send([message] * len(self._links))
 
     def ask(self, message: Message) -> list[Any]:
-        """What each of the other ranks answers, in their order."""
+        """Sends ``message`` to the other ranks and returns their answers, in the order of the
+        ranks."""
         return self.ask_each([message] * len(self._links))
 
     def ask_each(self, messages: Sequence[Message]) -> list[Any]:
@@ -202,7 +203,7 @@ sys.path[:], *arguments = json.loads(sys.argv[1])
 from kvboost.runtime.parallel.follower import main
 main(*arguments)
 """
-"""What another rank runs. It imports from where this process does."""
+"""The program of another rank. It imports from the same folders as this process."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 

@@ -22,7 +22,7 @@ from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDraft
 from kvboost.runtime.speculation.suffixes import IndexedText
 
 READ_TOKENS = 512
-"""The draft model reads only so many of a prompt's last tokens: a draft need not be right."""
+"""How many of a prompt's last tokens the draft model reads. A draft need not be right."""
 LEAST_LEFT = 16
 """It does not begin with a request that may get fewer tokens than this."""
 EXPECTED = 0.6

@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a drafter could draft."""
+    """The tokens that a drafter could draft."""
 
     kinds: Sequence[Kind]
     """Those of the tokens that it has, in order."""
@@ -40,7 +40,7 @@ class Drafter(Protocol):
         """Tokens that the answer has got."""
 
     def offer(self, most: int) -> Offer | None:
-        """What it would draft now, up to ``most`` tokens; None if nothing."""
+        """The tokens that it could draft now, ``most`` of them at most; None if there are none."""
 
     def draft(self, count: int) -> list[int]:
         """The first tokens, up to ``count``, of what it has offered."""

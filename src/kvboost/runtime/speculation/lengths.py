@@ -31,8 +31,8 @@ WAITING = 1.3
 """A step with a draft takes at least this many times as long as one that was launched ahead: it
 waits for the host."""
 LEAVING = 0.5
-"""What a draft costs beside its own step, in steps without a draft, if such a step was launched
-ahead and is in vain. It is not the whole of one: drafts that were right are followed by others."""
+"""The cost of a draft besides its own step, in steps without a draft, if such a step was launched
+ahead and is wasted. It is less than one step: drafts that were right are followed by others."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def promise(chances: Sequence[float]) -> float:
 
 
 FADING = 0.98
-"""What an older token counts, each time another one is seen."""
+"""The factor by which older tokens count less, each time another one is seen."""
 
 
 class Chances:

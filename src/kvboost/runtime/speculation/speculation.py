@@ -1,4 +1,5 @@
-"""What drafts the tokens of requests, and how many: an engine's part and a request's."""
+"""Chooses who drafts the tokens of requests, and how many: the engine's part and a request's
+part."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Speculation:
     def start(
         self, state: RequestState, root: ChunkKey, epoch: int, *, runs_ahead: bool = False
     ) -> Speculator | None:
-        """What drafts for one request; None if nothing does. ``runs_ahead``: its steps are launched
-        before the last token is known, if it has no draft."""
+        """The speculator of one request; None if nothing drafts for it. ``runs_ahead``: without a
+        draft, its steps are launched before the last token is known."""
         request = state.request
         most = most_drafted(request.speculate)
         if not most or request.mode is GenerationMode.BASELINE:
@@ -59,7 +60,7 @@ class Speculation:
 
 @dataclass
 class _Draft:
-    """What is expected to follow, token by token, and of which kind each token is."""
+    """The drafted tokens, and the kind of each."""
 
     kinds: Sequence[Kind]
     tokens: Sequence[int]

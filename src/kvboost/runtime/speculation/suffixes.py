@@ -146,8 +146,9 @@ class GrowingText:
         self._ends: dict[tuple[int, ...], int] = {}
         """Where the n-grams that end in the answer ended last, if a token follows."""
         self._found: Occurrence | None = None
-        """What was found last, as long as the text continues as it did there. Then no other
-        occurrence is longer, unless it was not seen before: it would have been longer then."""
+        """The occurrence that was found last, as long as the text continues as it did there. Then
+        no other occurrence is longer, unless it was not seen before: it would have been longer
+        then."""
 
     def push(self, token_id: int) -> None:
         for size in SIZES:

@@ -44,7 +44,7 @@ class Answers:
         self._record = current_record()
         self._arrived: deque[tuple[Choice, str | None] | Exception] = deque()
         self._arrival: asyncio.Future[None] | None = None
-        """What the task that takes the pieces waits for."""
+        """Done when something has arrived, if the task that takes the pieces waits."""
         self._running = len(choices)
         self._stack = AsyncExitStack()
         self._closed = False

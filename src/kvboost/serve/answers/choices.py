@@ -1,4 +1,4 @@
-"""What a request asks of the engine, and one answer to it."""
+"""The call of the engine that a request becomes, and one answer to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EngineCall:
     applied_edits: Sequence[AppliedEdit] | None = None
     """The edits that changed the conversation; None if the request asks for none."""
     notes: Sequence[str] = ()
-    """What the client should know of its request."""
+    """Notes for the client about its request."""
     size: int = 0
     """Characters that the prompts have, about."""
 
@@ -92,15 +92,15 @@ class Choice:
     received: float
     submitted: float = field(default_factory=time.perf_counter)
     parser: AnswerParser | None = None
-    """What splits the answer into content, reasoning and calls of tools."""
+    """Splits the answer into content, reasoning and calls of tools."""
     tokens: TokenReader | None = None
-    """What finds the text of tokens, if the request asks for log probabilities."""
+    """Finds the text of tokens, if the request asks for log probabilities."""
     ended: float | None = None
     _shown: int = 0
 
     def __post_init__(self) -> None:
         self.notes = list(self.call.notes)
-        """What the client should know beyond the engine's own notes."""
+        """Notes for the client besides the engine's own."""
 
     @property
     def result(self) -> GenerationResult:
@@ -150,7 +150,7 @@ class Choice:
         return self.tokens.take(self.result.logprobs or (), self._shown)
 
     def parts(self, piece: str) -> list[Part]:
-        """What ``piece``, the next piece of the answer, adds to its parts."""
+        """The parts that ``piece``, the next piece of the answer, completes."""
         return [Part("content", piece)] if self.parser is None else self.parser.feed(piece)
 
     def all_parts(self) -> list[Part]:
@@ -158,7 +158,7 @@ class Choice:
         return [*self.parts(self.result.output_text), *self.last_parts()]
 
     def last_parts(self) -> list[Part]:
-        """What was held back when the answer ended."""
+        """The parts that were held back until the answer ended."""
         return [] if self.parser is None else self.parser.finish(cut=self.is_cut)
 
     def check(self, timeout: float | None) -> None:

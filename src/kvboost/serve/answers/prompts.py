@@ -35,7 +35,7 @@ def encode(engine: kvboost.KVBoost, prompt: Prompt, **options: Any) -> TokenIds:
 
 
 def size_of(prompt: Prompt, size: int) -> int:
-    """What reading a prompt of ``size`` characters counts for. Small files may be large images."""
+    """The size that a prompt of ``size`` characters counts for. Small files may be large images."""
     is_large = isinstance(prompt, Conversation) and has_images(prompt)
     return max(size, LARGE_BYTES) if is_large else size
 

@@ -1,4 +1,4 @@
-"""What answers say of themselves: the ``kvboost`` object, the access log, and traces."""
+"""The reports on answers: the ``kvboost`` object, the access log, and traces."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ _PART_BYTES = 64 * 1024
 def engine_call(
     server: ServerState, caller: Tenant, body: Generation, prompts: Sequence[Prompt]
 ) -> EngineCall:
-    """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
-    engine could ever queue. A tenant among others may use half of the queue, but not the last place
-    while it has running requests."""
+    """The call of the engine that ``body`` asks for. Raises ApiError 400 if it asks for more
+    answers than the engine could ever queue. A tenant among others may use half of the queue, but
+    not the last place while it has running requests."""
     n, config = body.n or 1, server.engine.config
     answers = n * len(prompts)
     share = config.max_waiting
@@ -88,7 +88,7 @@ def engine_call(
 
 
 def ignored_note(fields: Sequence[str]) -> tuple[str, ...]:
-    """What an answer says of fields that the server does not know."""
+    """The note in an answer about fields that the server does not know."""
     if not fields:
         return ()
     named = ", ".join(short(name) for name in fields[:_NAMED])
@@ -170,8 +170,9 @@ async def _begun(opening: Callable[[], Awaitable[Answers]]) -> tuple[Answers, Ch
 async def _events(
     server: ServerState, answers: Answers, writer: AnswerWriter, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """What ``writer`` writes, in as few parts as possible: all of what has arrived is one. If the
-    server stops before the answers have ended, the last event is an error that says so."""
+    """The events that ``writer`` writes, in as few parts as possible: all that has arrived is one
+    part. If the server stops before the answers have ended, the last event is an error that says
+    so."""
     async with aclosing(answers), aclosing(writer.events(answers)) as events:
         written = bytearray()
         try:
@@ -316,7 +317,7 @@ class ChoicesWriter(ABC):
         yield DONE
 
     async def _reports(self, answers: Answers, head: dict[str, Any]) -> dict[str, Any]:
-        """What the end of a stream says of the prompt: its edits, and what was reused."""
+        """The reports on the prompt at the end of a stream: its edits, and what was reused."""
         first = answers.choices[0]
         keep_reports(self._server, head["id"], answers.choices)
         return {**first.call.edits_report(), "kvboost": await describe(self._server, first)}

@@ -82,7 +82,7 @@ class DocumentBlock(chat.Marked):
 
 
 class SearchResultBlock(chat.Marked):
-    """What a search has found, as text under its title and source."""
+    """A result of a search: text under its title and source."""
 
     type: Literal["search_result"]
     source: fields.ShortText

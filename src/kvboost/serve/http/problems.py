@@ -1,4 +1,4 @@
-"""What is wrong with a request's body, in words: pydantic's problems as places and sentences."""
+"""Describes what is wrong with a request's body: pydantic's problems as places and sentences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _leads_into(part: int | str, value: object) -> bool:
 
 
 def describe(problems: Iterable[Mapping[str, Any]]) -> str:
-    """What is allowed at one place, by the problems that are there, and what was sent instead."""
+    """A sentence about one place in a body: what is allowed there, by the problems that were found,
+    and what was sent."""
     problems = list(problems)
     allowed = "; or ".join(dict.fromkeys(map(_sentence, problems)))
     return f"{allowed}, not {_sent(problems[0])}" if allowed.startswith("must ") else allowed
@@ -64,7 +65,7 @@ def shown(value: object) -> str:
 
 
 def _sent(problem: Mapping[str, Any]) -> str:
-    """What was sent: the value, or of text and lists that are too short or too long its size."""
+    """The value that was sent; of text and lists that are too short or too long, their size."""
     value = problem["input"]
     match problem["type"]:
         case "too_short" | "too_long" | "string_too_short" | "string_too_long":
@@ -74,7 +75,8 @@ def _sent(problem: Mapping[str, Any]) -> str:
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
-    """What is allowed there, without the names of pydantic's concepts and of our classes."""
+    """A sentence about what is allowed there, without the names of pydantic's concepts and of our
+    classes."""
     known = problem.get("ctx", {})
     match problem["type"]:
         case "model_type" | "dict_type" | "model_attributes_type":

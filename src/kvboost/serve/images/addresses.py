@@ -69,7 +69,7 @@ class RemoteUrl:
 
     @property
     def host_header(self) -> str:
-        """What the header ``Host`` says."""
+        """The value of the header ``Host``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}" if self.has_own_port else host
 
@@ -155,7 +155,7 @@ class ImageHosts:
         return url
 
     def problem(self, url: str) -> str | None:
-        """What an address must be, if nothing is fetched from it."""
+        """Why nothing is fetched from ``url``; None if it may be fetched."""
         try:
             self.check(url)
         except AddressRefused as error:

@@ -327,5 +327,5 @@ async def _image_in(answer: httpx.Response, limits: _Limits, times: int) -> Fetc
 
 
 def _reason(error: Exception | None) -> str:
-    """What the log says about an error of httpx, some of which have no message."""
+    """The text of an error of httpx for the log; some have no message."""
     return short(f"{type(error).__name__}: {error}", 200)

@@ -56,8 +56,8 @@ def running(server: ServerState, name: str) -> dict[str, Any]:
 
 
 def described(server: ServerState, name: str) -> dict[str, Any]:
-    """What ``/api/show`` says. For a thread: it looks through the vocabulary. Raises ApiError 404
-    if there is no such model."""
+    """The answer of ``/api/show``. Call it in a thread: it looks through the vocabulary. Raises
+    ApiError 404 if there is no such model."""
     name = served_name(name, all_names(server))
     if name not in server.embedding_names:
         server.check_model(name)

@@ -105,7 +105,7 @@ async def embed_prompt(
 
 @router.endpoint("POST /api/show", replies.ShowReply, 404)
 async def show(body: ShowRequest, server: Server, caller: Caller) -> Response:
-    """What the model can do, and how much text it takes."""
+    """Describes the model: what it can do, and how much text it takes."""
     return JSONResponse(await asyncio.to_thread(described, server, body.model))
 
 

@@ -83,7 +83,7 @@ class CallItem(chat.CalledFunction):
 
 
 class ResultItem(fields.Body):
-    """What a tool has answered."""
+    """The result of a call of a tool."""
 
     type: Literal["function_call_output"]
     call_id: fields.ShortText

@@ -76,8 +76,8 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 ]
-"""What a response may be asked to include. Nothing of it occurs here: reasoning is not encrypted,
-there are no built-in tools, and images are in the conversation as they were sent."""
+"""The values of ``include``. Nothing of this occurs here: reasoning is not encrypted, there are no
+built-in tools, and images are in the conversation as they were sent."""
 
 
 _SAME = (

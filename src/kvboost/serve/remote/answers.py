@@ -21,7 +21,7 @@ _TEXT_OPTIONS = ("stop_token_ids", "include_stop", "ignore_eos", "skip_special_t
 def text_of(
     tokenizer: Tokenizer, eos_ids: frozenset[int], options: Mapping[str, Any]
 ) -> AnswerText:
-    """What makes the text of an answer to a request with ``options``."""
+    """Makes the text of an answer to a request with ``options``."""
     given = {name: options[name] for name in _TEXT_OPTIONS if options.get(name) is not None}
     return AnswerText(tokenizer, eos_ids, stop=stop_strings(options.get("stop")), **given)
 

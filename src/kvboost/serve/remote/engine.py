@@ -175,7 +175,8 @@ class RemoteEngine:
         return stream
 
     def _explainer(self, ids: TokenIds) -> Callable[[ReuseReport, bool], Explanation]:
-        """What explains a report on a prompt: here, of what the engine's process tells."""
+        """A function that explains a report on a prompt in this process, from traces that the
+        engine's process sends."""
 
         def work(report: ReuseReport, other_salts: bool) -> Explanation:
             def trace(root: str, **options: Any) -> Traces:
@@ -260,7 +261,7 @@ class Progress:
 
 
 class RemoteEncoder:
-    """What computes embeddings in the engine's process."""
+    """Computes embeddings in the engine's process."""
 
     def __init__(self, link: Link, dimensions: int) -> None:
         self._link = link

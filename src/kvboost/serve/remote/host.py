@@ -244,7 +244,7 @@ class AnswerSender:
         self.state: RequestState | None = None
         self._num_sent = 0
         self._reuse: ReuseReport | None = None
-        """What was sent of it."""
+        """The report that was sent to the API process."""
         self.cancel: Callable[[], None] = lambda: None
 
     def listen(self, state: RequestState) -> AnswerSender:

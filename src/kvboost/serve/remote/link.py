@@ -32,7 +32,7 @@ class Link:
         self._calls: dict[int, Future[msgspec.Raw]] = {}
         self._answers: dict[int, RemoteStream] = {}
         self._arrived: deque[wire.ToApi] = deque()
-        """What arrived while a call was waited for."""
+        """Messages that arrived while a call was waited for."""
         self.is_lost = False
         self.on_adapters: Callable[[wire.Adapters], None] = lambda _: None
         self.on_failed: Callable[[Exception], None] = lambda _: None

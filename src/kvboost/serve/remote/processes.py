@@ -32,7 +32,7 @@ sys.path[:], *arguments = json.loads(sys.argv[1])
 from kvboost.serve.remote.worker import main
 main(*arguments)
 """
-"""What an API process runs. It imports from where this process does."""
+"""The program of an API process. It imports from the same folders as this process."""
 MAX_FAILURES = 3
 """So many processes may end before they are ready, one after the other."""
 _EXIT_SECONDS = 10.0
@@ -192,7 +192,7 @@ class Supervisor:
         self._replacing = asyncio.ensure_future(self._replace())
 
     async def _replace(self) -> None:
-        """The API process has ended: starts another one, unless the server stops."""
+        """Starts another API process after one has ended, unless the server stops."""
         assert self._api is not None
         ended, was_ready = await asyncio.to_thread(self._api.ended), self._api.is_ready
         self._api = None

@@ -82,7 +82,7 @@ class Reloaded(msgspec.Struct, array_like=True, tag="reloaded"):
 
 
 class Begun(msgspec.Struct, array_like=True):
-    """What is known of an answer once its first token is there."""
+    """The facts about an answer that are known when its first token is there."""
 
     reuse: ReuseReport
     timings: Timings
@@ -92,7 +92,7 @@ class Begun(msgspec.Struct, array_like=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """What is known of an answer in the end."""
+    """The facts about an answer that are known when it has ended."""
 
     finish_reason: str
     timings: Timings
@@ -107,7 +107,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class News(msgspec.Struct, array_like=True):
-    """What is new of one answer."""
+    """The news about one answer since the last message."""
 
     number: int
     token_ids: list[int]
@@ -370,7 +370,7 @@ class EngineDescription:
     tokenizer: bytes
     """Pickled, which takes a while."""
     image_reader: bytes
-    """What reads images, or why the model takes none; pickled."""
+    """The reader of images, or the reason why the model takes none; pickled."""
     config: EngineConfig
     facts: dict[str, Any]
     dimensions: int
@@ -410,7 +410,7 @@ class EmbeddingDescription:
 
 @dataclass(frozen=True)
 class Start:
-    """What an API process begins with."""
+    """The message with which an API process starts."""
 
     engine: EngineDescription
     settings: ServerSettings

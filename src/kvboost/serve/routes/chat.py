@@ -61,7 +61,8 @@ async def conversation_call(
     make: Callable[[], EngineCall],
     body: ChatRequest | CountTokensRequest,
 ) -> EngineCall:
-    """What ``make`` gives, perhaps in a thread, with the beginnings that ``body`` marks."""
+    """The call that ``make`` makes, in a thread if it is large, with the beginnings that ``body``
+    marks to be kept."""
     size = request.state.body_size
     work = server.workers.parse if body.context_management is None else server.workers.tokenize
     call = await work(caller.counts_as, size, make)
@@ -75,8 +76,8 @@ async def conversation_call(
 def chat_call(
     server: ServerState, caller: Tenant, body: ChatRequest, format_field: str | None = None
 ) -> EngineCall:
-    """What a chat request asks of the engine. For a thread if the request is large. In another API,
-    ``format_field`` asks for a format."""
+    """The call of the engine that a chat request asks for. Call it in a thread if the request is
+    large. ``format_field`` is the field that asks for a format in another API."""
     prompt = chat_prompt(server, caller, body)
     call = engine_call(server, caller, body, [prompt.conversation])
     field = call.format_field and (format_field or call.format_field)
@@ -96,7 +97,7 @@ def _retained(
     server: ServerState, call: EngineCall, body: ChatRequest, conversation: Conversation
 ) -> EngineCall:
     """``call``, with a session if the request wants its conversation to be kept for a day. The
-    conversation is known by ``prompt_cache_key`` and its first message of the user's."""
+    conversation is identified by ``prompt_cache_key`` and the user's first message."""
     if body.prompt_cache_retention != "24h":
         return call
     seconds = min(_DAY, server.settings.retention_seconds)
@@ -113,7 +114,7 @@ def _retained(
 
 
 class ChatPrompt(NamedTuple):
-    """What a chat request gives the model to read."""
+    """The prompt of a chat request."""
 
     conversation: Conversation
     documents: list[str]

@@ -1,1 +1,1 @@
-"""What clients may send and what they get: pydantic's models, and the checks of fields."""
+"""The bodies of requests and answers: pydantic's models, and the checks of fields."""

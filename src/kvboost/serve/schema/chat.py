@@ -40,7 +40,7 @@ class CacheControl(fields.Body):
 
 
 class Marked(fields.Body):
-    """What may be marked as the end of a beginning to keep."""
+    """A part of a conversation that may be marked: the text up to its end is then kept."""
 
     cache_control: CacheControl | None = None
 
@@ -194,8 +194,8 @@ class Named(Protocol):
 def make_use(
     tools: Sequence[Any] | None, choice: str | Named | None, parallel: bool | None
 ) -> ToolUse:
-    """What a request says about ``tools`` of some API, each of which can be ``described``. Raises a
-    validation error if it contradicts itself."""
+    """The tools and the choice of a request. ``tools`` are those of any API, each of which can be
+    ``described``. Raises a validation error if it contradicts itself."""
     given = [tool.described() for tool in tools or ()]
     names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):

@@ -83,7 +83,7 @@ def unsupported(said: str) -> PydanticCustomError:
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuses a larger object before any of its items is checked."""
+    """A validator that refuses an object with more entries before any of them is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -253,7 +253,8 @@ def check_role(body: Any, roles: Mapping[str, str]) -> None:
 
 @dataclass
 class BodyContext:
-    """What checking a body needs, and what it finds out: the context of pydantic's validation."""
+    """The context of pydantic's validation: what the checks of a body need, and what they find
+    out."""
 
     strict: bool = False
     """Whether unknown fields are refused."""

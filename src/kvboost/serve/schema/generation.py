@@ -172,7 +172,7 @@ class Generation(Formats):
     logit_bias: fields.LogitBias | None = None
     prompt_logprobs: fields.Logprobs | None = None
     truncate_prompt_tokens: fields.Truncate | None = None
-    """Only so many of the prompt's last tokens are read; -1: as many as the context holds."""
+    """How many of the prompt's last tokens are read; -1: as many as the context holds."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -221,7 +221,7 @@ class Generation(Formats):
 
     @property
     def use(self) -> ToolUse | None:
-        """What it says about tools; None if it is no conversation."""
+        """The tools and their choice; None if the request is no conversation."""
         return None
 
     @property

@@ -347,7 +347,7 @@ class ReadingReply(Reply):
 
 
 class HealedRequest(Reply):
-    """What has become of the approximate rows of one of the last answers."""
+    """The healing of one of the last answers."""
 
     request_id: str
     approximate_tokens: int

@@ -116,7 +116,7 @@ class ChatRequest(Generation):
         return chat.marks_of([*ends, (len(messages), self.cache_control)])
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is asked for. A template uses the names that it knows."""
+        """The options that are given to the chat template. A template uses those that it knows."""
         asked: dict[str, Any] = {}
         if self.thinking is not None:
             asked["enable_thinking"] = self.thinking.type != "disabled"
