@@ -16,6 +16,8 @@ from kvboost.errors import ConfigError
 IPAddress = IPv4Address | IPv6Address
 
 LONGEST_URL = 8192
+_NO_URL = (httpx.InvalidURL, ValueError)
+"""What httpx raises for text that is no address."""
 _PORTS = {"http": 80, "https": 443}
 _LABEL = r"(?!-)[a-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"(?!(.*\.)?(\d+|0x[0-9a-f]*)$)({_LABEL}\.)*{_LABEL}", re.ASCII)
@@ -47,11 +49,13 @@ class RemoteUrl:
     def of(cls, url: str) -> RemoteUrl:
         """The parts of ``url``. Raises AddressRefused if it is no plain address of a web server."""
         if len(url) > LONGEST_URL:
-            raise AddressRefused(f"must have at most {LONGEST_URL:,} characters, not {len(url):,}")
+            raise _too_long(len(url))
         try:
             parts = httpx.URL(url)
-        except httpx.InvalidURL:
+        except _NO_URL:
             raise AddressRefused("must be a valid address") from None
+        if len(parts.raw_path) > LONGEST_URL:  # each other character has become up to twelve
+            raise _too_long(len(parts.raw_path))
         if parts.scheme not in _PORTS:
             raise AddressRefused("must begin with https:// or http://")
         if parts.userinfo:
@@ -87,7 +91,7 @@ class RemoteUrl:
         it leads from https to http."""
         try:
             url = self._on(self.host).join(location)
-        except httpx.InvalidURL:
+        except _NO_URL:
             raise AddressRefused("must be a valid address") from None
         found = self.of(str(url))
         if self.scheme == "https" and found.scheme == "http":
@@ -221,8 +225,12 @@ def _in_ascii(name: str) -> str | None:
         return name
     try:
         return httpx.URL(scheme="http", host=name).raw_host.decode("ascii")
-    except httpx.InvalidURL:
+    except _NO_URL:
         return None
+
+
+def _too_long(size: int) -> AddressRefused:
+    return AddressRefused(f"must have at most {LONGEST_URL:,} characters, encoded, not {size:,}")
 
 
 def _mistake(given: str) -> ConfigError:

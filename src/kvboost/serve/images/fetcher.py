@@ -8,10 +8,11 @@ import base64
 import ipaddress
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -40,6 +41,8 @@ MAX_REDIRECTS = 3
 _CONNECT_SECONDS = 5.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_BROKEN = (httpx.TransportError, ssl.SSLError)
+"""A host that wants a certificate of ours says so after the handshake, in place of its answer."""
 _UNREACHED = "it cannot be reached, or is not one that this server may reach"
 """Also if it was refused: a client must not learn which machines are in the server's network."""
 
@@ -236,15 +239,14 @@ class ImageFetcher:
                 except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                     problem = error
                     continue
-                except httpx.TransportError as error:
+                except _BROKEN as error:
                     raise FetchError(_UNREACHED, _reason(error)) from None
                 try:
-                    yield answer
-                except httpx.TransportError as error:
+                    async with aclosing(answer):
+                        yield answer
+                except _BROKEN as error:
                     said = "its connection broke before all of it had arrived"
                     raise FetchError(said, f"{said}: {_reason(error)}") from None
-                finally:
-                    await answer.aclose()
                 return
         raise FetchError(_UNREACHED, _reason(problem))
 
