@@ -1,10 +1,12 @@
-"""Which addresses images are fetched from: the hosts that the operator allows, and the IP addresses
-that may be behind their names."""
+"""Which addresses images are fetched from: the hosts that the operator allows, the IP addresses
+that may be behind their names, and whose certificates prove the names."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
@@ -182,6 +184,16 @@ def is_public(ip: IPAddress) -> bool:
     if isinstance(ip, IPv6Address):
         return ip in _UNICAST and ip.is_global
     return ip.is_global and not ip.is_multicast and not any(ip in one for one in _NOT_PUBLIC)
+
+
+def trusted_authorities() -> ssl.SSLContext:
+    """Those of certifi, or those in ``SSL_CERT_FILE``. Raises ConfigError if it cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:  # ssl.SSLError is one, and none names the file
+        file = os.environ.get("SSL_CERT_FILE", "")
+        said = f"images cannot be fetched: {error}; check SSL_CERT_FILE={file!r}"
+        raise ConfigError(said) from None
 
 
 def plain_ip(ip: IPAddress) -> IPAddress:

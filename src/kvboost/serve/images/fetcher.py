@@ -28,6 +28,7 @@ from kvboost.serve.images.addresses import (
     IPAddress,
     RemoteUrl,
     plain_ip,
+    trusted_authorities,
 )
 from kvboost.serve.metrics import Metrics
 
@@ -102,16 +103,20 @@ class _OwnLoop:
     of one byte, does not hold up the loop of the server."""
 
     def __init__(self, name: str) -> None:
-        began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        """Raises OSError or RuntimeError if the process can have no more loops or threads."""
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._over = runner.get_loop(), asyncio.Event()
 
-        async def run() -> None:
-            over = asyncio.Event()
-            began.set_result((asyncio.get_running_loop(), over))
-            await over.wait()
+        def run() -> None:
+            with runner:
+                runner.run(self._over.wait())
 
-        self._thread = threading.Thread(target=lambda: asyncio.run(run()), name=name, daemon=True)
-        self._thread.start()
-        self._loop, self._over = began.result()
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            runner.close()
+            raise
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, which is cancelled with the caller."""
@@ -132,12 +137,12 @@ class ImageFetcher:
         seconds: float,
         resolve: Callable[[str], Sequence[IPAddress]] = resolve,
     ) -> None:
-        """``seconds``: in which all images of a request must have arrived; 0 sets no limit."""
+        """``seconds``: in which all images of a request must have arrived; 0 sets no limit. Raises
+        ConfigError, OSError or RuntimeError if none can be fetched."""
         self._metrics = metrics
         self._seconds = seconds
         self._resolve = resolve
-        self._trusted = httpx.create_ssl_context()
-        """The authorities of certifi, or those in ``SSL_CERT_FILE``."""
+        self._trusted = trusted_authorities()
         self._own_loop = _OwnLoop("kvboost-images")
         self._lookups = asyncio.Semaphore(MAX_FETCHES)
         self._places = asyncio.Semaphore(MAX_FETCHES)
