@@ -111,9 +111,9 @@ class ServerState:
 
     async def stop_images(self) -> None:
         """Fetches nothing any more."""
-        if self.images is not None:
-            await asyncio.to_thread(self.images.close)
-        self.image_hosts = self.images = None
+        images, self.images, self.image_hosts = self.images, None, None
+        if images is not None:
+            await asyncio.to_thread(images.close)
 
     def _names_in(self, settings: ServerSettings) -> tuple[str, ...]:
         """The names of the model. Raises ConfigError if an adapter has one of them."""

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
+from kvboost.serve.images.fetcher import ImageFetcher
 from kvboost.serve.settings import ServerSettings
 from support.hostile_images import FILES
 from support.image_requests import (
@@ -265,6 +266,21 @@ def test_a_server_that_stops_refuses_to_fetch(server, client, site, url, monkeyp
     monkeypatch.setattr(server.server.state, "images", None)
     path, body = chat(url)
     assert client.post(path, json=body).status_code == 503 and not site.asked
+
+
+def test_nothing_is_fetched_once_the_server_stops(fake, monkeypatch) -> None:
+    app = create_app(fake, ServerSettings(image_hosts=("images.example.com",)))
+    state, at_the_end = app.state.server, []
+    close = ImageFetcher.close
+
+    def closing(fetcher: ImageFetcher) -> None:
+        at_the_end.append((state.images, state.image_hosts))
+        close(fetcher)
+
+    monkeypatch.setattr(ImageFetcher, "close", closing)
+    with TestClient(app):
+        assert state.images is not None
+    assert at_the_end == [(None, None)]
 
 
 def test_a_server_that_stops_leaves_no_thread(fake) -> None:
