@@ -177,6 +177,18 @@ def test_anthropics_sources_are_checked(client) -> None:
     assert client.post(path, json=body).status_code == 200
 
 
+def test_nothing_is_fetched_for_a_model_that_is_not_there(client, site, url) -> None:
+    asked = [make(url) for make in APIS.values()]
+    _, body = anthropic(url)
+    del body["max_tokens"]
+    asked += [("/v1/messages/count_tokens", body)]
+    asked += [(path, chat(url)[1]) for path in ("/kvboost/plan", "/tokenize")]
+    for path, body in asked:
+        answer = client.post(path, json={**body, "model": "other"})
+        assert answer.status_code == 404 and "'other'" in error_of(answer), answer.text
+    assert site.asked == []
+
+
 def test_nothing_is_fetched_for_a_request_that_is_wrong(client, site, url) -> None:
     path, body = chat(url, temperature=-1)
     assert client.post(path, json=body).status_code == 400

@@ -78,8 +78,8 @@ async def _checked(
     request: Request, server: ServerState, caller: Tenant, adapter: TypeAdapter[Any], body: bytes
 ) -> tuple[Any, BodyContext]:
     """The checked model of a body, and what the check found out. Images that the body names by
-    address are fetched once all else is right. Then the body is checked again, and gets the images
-    in place of their addresses."""
+    address are fetched once all else is right, the name of the model too. Then the body is checked
+    again, and gets the images in place of their addresses."""
     engine, hosts, size = server.engine, server.image_hosts, len(body)
     limits = None if isinstance(engine.image_reader, str) else engine.config.image_limits
     context = BodyContext(
@@ -90,6 +90,8 @@ async def _checked(
     checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
     if not context.to_fetch:
         return checked, context
+    if checked.model is not None:
+        server.check_model(checked.model)
     assert hosts is not None and limits is not None
     if (images := server.images) is None:
         raise ShuttingDownError("the server is stopping and fetches no images any more")
