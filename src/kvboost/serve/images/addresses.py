@@ -84,26 +84,23 @@ class RemoteUrl:
         """The host, if it is an IP address."""
         return _ip_of(self.host)
 
-    def at(self, ip: IPAddress) -> httpx.URL:
-        """The same on the machine with that IP address, whatever the host's name means."""
-        return self._on(str(ip))
+    def at(self, host: str) -> httpx.URL:
+        """The same on ``host``, which may be the IP address that the name has now."""
+        return httpx.URL(
+            scheme=self.scheme, host=host, port=self.port, raw_path=self.target.encode("ascii")
+        )
 
     def redirected(self, location: str) -> RemoteUrl:
         """Where a redirect leads. Raises AddressRefused if it is no address of a web server, or if
         it leads from https to http."""
         try:
-            url = self._on(self.host).join(location)
+            url = self.at(self.host).join(location)
         except _NO_URL:
             raise AddressRefused("must be a valid address") from None
         found = self.of(str(url))
         if self.scheme == "https" and found.scheme == "http":
             raise AddressRefused("must begin with https://, as the address before it does")
         return found
-
-    def _on(self, host: str) -> httpx.URL:
-        return httpx.URL(
-            scheme=self.scheme, host=host, port=self.port, raw_path=self.target.encode("ascii")
-        )
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def _request(url: RemoteUrl, ip: IPAddress) -> httpx.Request:
         "connection": "close",
     }
     known = {"timeout": {"connect": _CONNECT_SECONDS}, "sni_hostname": url.host}
-    return httpx.Request("GET", url.at(ip), headers=headers, extensions=known)
+    return httpx.Request("GET", url.at(str(ip)), headers=headers, extensions=known)
 
 
 async def _image_in(answer: httpx.Response, limits: _Limits, times: int) -> FetchedImage:
