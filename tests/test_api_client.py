@@ -33,3 +33,20 @@ def test_a_refusal_says_what_the_server_says(
     with pytest.raises(ServerError, match=said) as error:
         api_client.ApiClient("http://here", None, "vLLM's API").send("/v1/models")
     assert len(str(error.value)) < api_client.MOST_SAID + 100
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        *((body, "in another form") for body in (b"[]", b'"hi"', b"null", b"<h1>", b"[" * 100_000)),
+        (b'{"a": "' + b"x" * 100 + b'"}', "more than 100 bytes"),
+    ],
+)
+def test_an_answer_that_is_no_object_or_too_long_is_refused(
+    body: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_client._OPENER, "open", lambda *_, **__: io.BytesIO(body))
+    if "more" in said:
+        monkeypatch.setattr(api_client, "MOST_BYTES", 100)
+    with pytest.raises(ServerError, match=said):
+        api_client.ApiClient("http://here", None, "vLLM's API").send("/v1/models")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
@@ -30,8 +30,8 @@ class ApiClient:
         self._wanted = wanted
 
     def send(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to a POST of ``body``, or to a GET. Raises ``ServerError`` if there is none in
-        JSON."""
+        """The answer to a POST of ``body``, or to a GET. Raises ``ServerError`` if it is no
+        object in JSON, or if there is none."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -40,22 +40,29 @@ class ApiClient:
         try:
             with _OPENER.open(request, timeout=SECONDS) as response:
                 said = response.read(MOST_BYTES + 1)
-                if len(said) > MOST_BYTES:
-                    raise ServerError(
-                        f"{self.url}{path} answers with more than {MOST_BYTES:,} bytes"
-                    )
-                answer: dict[str, Any] = json.loads(said)
-                return answer
         except urllib.error.HTTPError as error:
             raise ServerError(
                 f"the server at {self.url} refuses {path}: {error.code} {_reason(error)}"
             ) from None
-        except ServerError:
-            raise
-        except (OSError, ValueError, RecursionError, HTTPException) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", str(error))
             raise ServerError(
                 f"{self.url}{path} does not answer: {reason}; give the address of {self._wanted}"
+            ) from None
+        if len(said) > MOST_BYTES:
+            raise ServerError(f"{self.url}{path} answers with more than {MOST_BYTES:,} bytes")
+        with self.understood():
+            return {**json.loads(said)}
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """For taking an answer apart: raises ``ServerError`` if it is of another form."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            raise ServerError(
+                f"the server at {self.url} answers in another form than {self._wanted}; give the "
+                f"address of {self._wanted}"
             ) from None
 
 

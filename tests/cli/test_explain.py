@@ -15,6 +15,7 @@ from kvboost.errors import ConfigError
 from kvboost.serve.settings import ApiKey
 from support.homes import use_home
 from support.live_server import live_server
+from support.scripted_upstream import Handler, say, upstream
 from support.tiny import make_engine, save_tiny, tiny_model
 
 SYSTEM = "You are an agent.\nIt is 10:21.\nRead before you write, and test after it.\n"
@@ -93,6 +94,27 @@ def test_a_running_server_can_be_asked(tmp_path, monkeypatch) -> None:
     gone = run(file, "--url", server.url)
     assert gone.exit_code == 2 and "give the address of kvboost serve" in gone.stderr
     assert "must begin with http" in run(file, "--url", "localhost").stderr
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "explanation"),
+    [
+        ([], {}, {}),
+        ({"data": []}, {}, {}),
+        ({"data": [{"id": "m"}]}, {"choices": []}, {}),
+        ({"data": [{"id": "m"}]}, {"id": "a"}, {"explanations": []}),
+        ({"data": [{"id": "m"}]}, {"id": "a"}, {"explanations": [{"parts": [{"kind": "x"}]}]}),
+    ],
+)
+def test_a_server_of_another_kind_is_named(tmp_path, models, answer, explanation) -> None:
+    def act(handler: Handler) -> None:
+        found = answer if handler.command == "POST" else explanation
+        say(200, json.dumps(found).encode())(handler)
+
+    with upstream(act, models=say(200, json.dumps(models).encode())) as server:
+        done = run(written(tmp_path, *turns()), "--url", server.url)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert "answers in another form than kvboost serve" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,19 @@ def test_a_mistake_in_the_file_says_what_was_expected(started, tmp_path, text, m
         started["reread"]()
 
 
+def test_authorities_that_cannot_be_read_are_refused_before_a_model_is_loaded(
+    started, monkeypatch, tmp_path
+) -> None:
+    for name, content in {"gone": None, "empty": "", "text": "no certificate"}.items():
+        file = tmp_path / name
+        if content is not None:
+            file.write_text(content)
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        done = serve("--image-host", "a.example")
+        assert done.exit_code == 2 and not started
+        assert "images cannot be fetched" in done.stderr and "SSL_CERT_FILE" in done.stderr
+
+
 def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> None:
     file, keys = tmp_path / "serve.toml", tmp_path / "keys.txt"
     file.write_text(f'max-running = 3\ntimeout = 5.0\napi-keys = "{keys}"\n')

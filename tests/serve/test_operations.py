@@ -8,6 +8,7 @@ import os
 import signal
 import ssl
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +153,46 @@ def test_a_running_server_takes_over_new_keys_and_names(serve_fake) -> None:
     with pytest.raises(kvboost.ConfigError, match="restart"):
         state.reload(replace(state.settings, keys=()))
     assert status("k-bob", "other") == 200
+
+
+def no_certificates(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("SSL_CERT_FILE", "/gone.pem")
+    return "SSL_CERT_FILE='/gone.pem'"
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> str:
+    said = "can't start new thread"
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvboost-images":
+            raise RuntimeError(said)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return said
+
+
+@pytest.mark.parametrize("broken", [no_certificates, no_thread])
+def test_settings_whose_images_cannot_be_fetched_change_nothing(
+    serve_fake, monkeypatch, caplog, broken
+) -> None:
+    keys = parse_keys(["ann:k-ann", "bob:k-bob"], "test")
+    client = serve_fake(keys=keys, served_names=("fake",))
+    state = client.app.state.server
+    before, tenants = state.settings, state.keys.tenants()
+    new = replace(before, keys=keys[:1], served_names=("b",), image_hosts=("a.example",))
+    with monkeypatch.context() as patch:
+        said = broken(patch)
+        server = Server(client.app, lambda: None, lambda: state.reload(new))
+        server.reload()
+    assert "reload: nothing was changed: images cannot be fetched" in caplog.text
+    assert said in caplog.text
+    assert (state.settings, state.keys.tenants(), state.names) == (before, tenants, ("fake",))
+    assert state.image_hosts is None and state.images is None
+    server.reload()
+    assert state.names == ("b",) and [one.name for one in state.keys.tenants()] == ["ann"]
+    assert state.images is not None
 
 
 def test_what_a_removed_key_has_left_is_dropped(serve_fake, fake) -> None:

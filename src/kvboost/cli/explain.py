@@ -122,12 +122,15 @@ class ExplainingServer:
     def __init__(self, url: str, api_key: str | None, mode: str) -> None:
         self._api = ApiClient(url, api_key, "kvboost serve")
         self._mode = mode
-        self._model = str(self._api.send("/v1/models")["data"][0]["id"])
+        models = self._api.send("/v1/models")
+        with self._api.understood():
+            self._model = str(models["data"][0]["id"])
 
     def explain(self, body: dict[str, Any]) -> Explanation:
         """Has a request answered, and the answer explained."""
         shown = self._api.send(f"/kvboost/explain/{self.ask(body)}")
-        return Explanation.from_dict(shown["explanations"][0])
+        with self._api.understood():
+            return Explanation.from_dict(shown["explanations"][0])
 
     def ask(self, body: dict[str, Any]) -> str:
         """Has a request answered; returns the id of the answer."""
@@ -135,4 +138,6 @@ class ExplainingServer:
         limits = ("max_tokens", "max_completion_tokens", "n")
         given = {name: value for name, value in body.items() if name not in limits}
         asked = {**given, "model": self._model, "max_tokens": 1, "stream": False}
-        return str(self._api.send(path, {**asked, "kvboost": {"mode": self._mode}})["id"])
+        answer = self._api.send(path, {**asked, "kvboost": {"mode": self._mode}})
+        with self._api.understood():
+            return str(answer["id"])

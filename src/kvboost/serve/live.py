@@ -11,7 +11,8 @@ from kvboost.results import Healing, SpanKind
 from kvboost.serve.answers.choices import Choice
 
 _KEPT = 200
-_KEPT_HEALING = 16
+KEPT_HEALING = 16
+"""Of so many answers it shows what becomes of their approximate rows."""
 
 
 class LiveLog:
@@ -19,7 +20,7 @@ class LiveLog:
 
     def __init__(self) -> None:
         self._answers: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self._healing: deque[tuple[str, Healing]] = deque(maxlen=_KEPT_HEALING)
+        self._healing: deque[tuple[str, Healing]] = deque(maxlen=KEPT_HEALING)
         self._open: dict[Choice, str] = {}
         self.seq = 0
 

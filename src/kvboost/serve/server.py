@@ -56,8 +56,9 @@ class ServerState:
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False
-        self.names = self.embedding_names = served_names(engine, settings)
-        self._take_names()
+        own = settings.embedding_model
+        self.names = self._names_in(settings)
+        self._own_embedding_names = () if own is None else (_plain_name(own.name),)
         self.tracing: Tracing | None = None
         if settings.otlp_endpoint is not None:
             from kvboost.serve.tracing import start_tracing
@@ -69,19 +70,18 @@ class ServerState:
         changed. Requests that have begun keep their tenant. What a removed key has left here
         (responses, documents, sessions, explanations) is dropped. Raises ConfigError, and changes
         nothing, if ``settings`` would add the first key or remove the last one, or name the model
-        as an adapter is named."""
+        as an adapter is named, or if images cannot be fetched."""
         if settings.needs_key != self.settings.needs_key:
             raise ConfigError("whether requests need an API key cannot change without a restart")
         new = {name: getattr(settings, name) for name in RELOADABLE}
         changed = [name for name in RELOADABLE if new[name] != getattr(self.settings, name)]
-        before, self.settings = self.settings, replace(self.settings, **new)
-        try:
-            self._take_names()
-        except ConfigError:
-            self.settings = before
-            raise
-        self.start_images()
-        self.keys.load(self.settings)
+        settings = replace(self.settings, **new)
+        names = self._names_in(settings)
+        fetching = self._fetching(settings)
+        # Nothing fails from here on.
+        self.settings, self.names = settings, names
+        self.image_hosts, self.images = fetching
+        self.keys.load(settings)
         owners = {tenant.owner for tenant in self.keys.tenants()}
         for response_id in self.stored_responses.keep_only(owners):
             self.kept_kv.release(response_id)
@@ -91,33 +91,42 @@ class ServerState:
         return changed
 
     def start_images(self) -> None:
-        """Takes over the hosts that images may be fetched from, and starts what fetches them."""
-        self.image_hosts = None
-        if not self.settings.image_hosts:
-            return
+        """Starts what fetches images, if there are hosts that they may be fetched from."""
+        self.image_hosts, self.images = self._fetching(self.settings)
+
+    def _fetching(self, settings: ServerSettings) -> tuple[ImageHosts | None, ImageFetcher | None]:
+        """The hosts that images may be fetched from, and what fetches them, if it is needed or has
+        been. Raises ConfigError if it cannot be started."""
+        if not settings.image_hosts:
+            return None, self.images
         # Not above: most servers fetch nothing, and httpx takes a third of a second to import.
         from kvboost.serve.images.addresses import ImageHosts
         from kvboost.serve.images.fetcher import ImageFetcher
 
-        self.image_hosts = ImageHosts(self.settings.image_hosts)
-        if self.images is None:
-            self.images = ImageFetcher(self.metrics, self.settings.image_seconds)
+        hosts = ImageHosts(settings.image_hosts)
+        try:
+            return hosts, self.images or ImageFetcher(self.metrics, settings.image_seconds)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"images cannot be fetched: {error}") from None
 
     async def stop_images(self) -> None:
         """Fetches nothing any more."""
-        if self.images is not None:
-            await asyncio.to_thread(self.images.close)
-        self.image_hosts = self.images = None
+        images, self.images, self.image_hosts = self.images, None, None
+        if images is not None:
+            await asyncio.to_thread(images.close)
 
-    def _take_names(self) -> None:
-        """Raises ConfigError if an adapter has one of the names of the model."""
-        names = served_names(self.engine, self.settings)
+    def _names_in(self, settings: ServerSettings) -> tuple[str, ...]:
+        """The names of the model. Raises ConfigError if an adapter has one of them."""
+        names = served_names(self.engine, settings)
         if hidden := sorted({*names} & {*self.engine.adapters()}):
             said = f"{hidden[0]!r} names both the model and an adapter; rename one of them"
             raise ConfigError(said)
-        self.names = self.embedding_names = names
-        if self.settings.embedding_model is not None:
-            self.embedding_names = (_plain_name(self.settings.embedding_model.name),)
+        return names
+
+    @property
+    def embedding_names(self) -> tuple[str, ...]:
+        """The names of the model that makes embeddings."""
+        return self._own_embedding_names or self.names
 
     @property
     def adapter_names(self) -> list[str]:

@@ -235,9 +235,10 @@ def check_origin(origin: str) -> None:
 
 def check_image_hosts(hosts: Iterable[str]) -> None:
     """Raises ConfigError unless images can be fetched from ``hosts``."""
-    from kvboost.serve.images.addresses import ImageHosts
+    from kvboost.serve.images.addresses import ImageHosts, trusted_authorities
 
     ImageHosts(hosts)
+    trusted_authorities()
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:

@@ -73,6 +73,11 @@ def test_an_allowed_host_may_be_written_in_any_form(hosts: str, url: str) -> Non
         ("http://0177.0.0.1/", "must be a valid address"),
         ("http://１２７.0.0.1/", "must be a valid address"),
         ("https://images.example.com/" + "a" * 9000, "at most 8,192 characters"),
+        (
+            "https://images.example.com/" + "\U0001f600" * 8000,
+            "8,192 characters, encoded, not 96,0",
+        ),
+        ("https://images.example.com/\ud800", "must be a valid address"),
     ],
 )
 def test_all_other_addresses_are_refused(url: str, said: str) -> None:
@@ -147,7 +152,8 @@ def test_redirects_are_relative_to_the_address_before_them(location: str, expect
 
 
 @pytest.mark.parametrize(
-    "location", ["http://a.example/", "file:///etc/passwd", "http://[", "//u@b/"]
+    "location",
+    ["http://a.example/", "file:///etc/passwd", "http://[", "//u@b/", "https:////{[-@@."],
 )
 def test_redirects_to_what_is_no_safe_address_are_refused(location: str) -> None:
     with pytest.raises(AddressRefused):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -359,14 +361,20 @@ def test_fetched_and_failed_images_are_counted(server) -> None:
 
 
 @pytest.fixture
-def secure(tmp_path: Path, monkeypatch) -> Iterator[Scripted]:
+def tls(tmp_path: Path, monkeypatch) -> ssl.SSLContext:
+    """What a server at a.test is trusted with."""
     authority = trustme.CA()
     trusted = tmp_path / "authority.pem"
     authority.cert_pem.write_to_path(trusted)
     monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("a.test").configure_cert(context)
-    with upstream(IMAGE, tls=context) as running:
+    return context
+
+
+@pytest.fixture
+def secure(tls: ssl.SSLContext) -> Iterator[Scripted]:
+    with upstream(IMAGE, tls=tls) as running:
         yield running
 
 
@@ -384,3 +392,53 @@ def test_a_certificate_must_be_that_of_the_name(secure, caplog) -> None:
     secure.act = say(302, location=f"http://a.test:{port}/")
     with pytest.raises(ApiError, match="must begin with https://, as the address before it"):
         fetch_all([server_url], hosts)
+
+
+def fails_over_tls(port: int) -> str:
+    """What the client is told of an image at a.test, which has two IP addresses."""
+    addresses = [LOCAL, ip_address("127.0.0.2")]
+    hosts = [f"a.test:{port}", f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+    with pytest.raises(ApiError) as caught:
+        fetch_all([f"https://a.test:{port}/"], hosts, resolve=lambda name: addresses)
+    assert (caught.value.status, caught.value.code) == (400, "image_not_fetched")
+    return caught.value.message
+
+
+def test_a_host_that_wants_a_certificate_of_ours_is_not_reached(tls, caplog) -> None:
+    """In TLS 1.3 it says so after the handshake."""
+    caplog.set_level("INFO")
+    tls.verify_mode = ssl.CERT_REQUIRED
+
+    def refuse(listening: socket.socket) -> None:
+        accepted, _ = listening.accept()
+        accepted.settimeout(60)
+        secured = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        with suppress(ssl.SSLError):
+            secured.do_handshake()
+        with socket.socket(fileno=secured.detach()) as raw:  # reset, it would lose what it said
+            raw.shutdown(socket.SHUT_WR)
+            raw.settimeout(60)
+            while raw.recv(1000):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+        served = threads.submit(refuse, listening)
+        assert UNREACHED in fails_over_tls(listening.getsockname()[1])
+        served.result()
+    assert "SSLError" in caplog.text and "CERTIFICATE_REQUIRED" in caplog.text
+
+
+def test_a_broken_record_is_a_broken_connection(secure) -> None:
+    def act(handler: Handler) -> None:
+        stream(PNG[:50], kind="image/png", then=lambda _: None)(handler)
+        with socket.socket(fileno=handler.connection.detach()) as raw:
+            raw.sendall(b"\x17\x03\x03\x00\x20" + b"x" * 32)
+
+    secure.act = act
+    assert "its connection broke" in fails_over_tls(port_of(secure))
+    assert len(secure.asked) == 1
+
+
+def test_a_redirect_to_what_is_no_address_is_refused(server) -> None:
+    server.act = say(302, location="https:////{[-@@.")
+    assert "redirects to another address, which must be a valid address" in refused(server)

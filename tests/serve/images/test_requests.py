@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,10 +11,17 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from kvboost import KVBoost
 from kvboost.serve.app import create_app
+from kvboost.serve.errors import ApiError
+from kvboost.serve.http.bodies import parse
+from kvboost.serve.images.addresses import ImageHosts
+from kvboost.serve.images.fetcher import ImageFetcher
+from kvboost.serve.schema.fields import BodyContext
+from kvboost.serve.schema.requests import ChatRequest
 from kvboost.serve.settings import ServerSettings
 from support.hostile_images import FILES
 from support.image_requests import (
@@ -176,6 +184,18 @@ def test_anthropics_sources_are_checked(client) -> None:
     assert client.post(path, json=body).status_code == 200
 
 
+def test_nothing_is_fetched_for_a_model_that_is_not_there(client, site, url) -> None:
+    asked = [make(url) for make in APIS.values()]
+    _, body = anthropic(url)
+    del body["max_tokens"]
+    asked += [("/v1/messages/count_tokens", body)]
+    asked += [(path, chat(url)[1]) for path in ("/kvboost/plan", "/tokenize")]
+    for path, body in asked:
+        answer = client.post(path, json={**body, "model": "other"})
+        assert answer.status_code == 404 and "'other'" in error_of(answer), answer.text
+    assert site.asked == []
+
+
 def test_nothing_is_fetched_for_a_request_that_is_wrong(client, site, url) -> None:
     path, body = chat(url, temperature=-1)
     assert client.post(path, json=body).status_code == 400
@@ -205,6 +225,34 @@ def test_the_same_address_is_fetched_once_and_its_bytes_count_as_often_as_it_occ
         patch.setattr(state, "settings", replace(state.settings, max_body_bytes=30_000))
         answer = client.post(path, json=body)
     assert answer.status_code == 400 and "more than 30,000 bytes" in error_of(answer)
+
+
+def test_the_addresses_of_a_body_are_bounded_and_each_is_checked_once(monkeypatch) -> None:
+    """Other clients may wait while they are checked."""
+    checked = []
+    check = ImageHosts.check
+    monkeypatch.setattr(ImageHosts, "check", lambda *given: checked.append(1) or check(*given))
+
+    def addresses(*urls: str) -> list[int]:
+        _, body = chat("")
+        image, question = body["messages"][0]["content"]
+        images = [{**image, "image_url": {"url": url}} for url in urls]
+        body["messages"][0]["content"] = [*images, question]
+        context = BodyContext(max_images=99, image_hosts=ImageHosts(["a.example"]))
+        parse(TypeAdapter(ChatRequest), json.dumps(body).encode(), context)
+        return list(context.to_fetch.values())
+
+    url = "https://a.example/"
+    url += "a" * (8191 - len(url))
+    assert addresses(*(f"{url}{n}" for n in range(4)), *[f"{url}0"] * 9) == [10, 1, 1, 1]
+    assert len(checked) == 4
+    for more in (url, "https://a.example/"):
+        with pytest.raises(ApiError, match=r"32,768 bytes .*send data URLs") as caught:
+            addresses(*(f"{url}{n}" for n in range(4)), more)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+        assert caught.value.param == "messages[0].content[4].image_url.url"
+    with pytest.raises(ApiError, match="32,768"):
+        addresses(*(f"https://a.example/{n}" + "é" * 1300 for n in range(13)))  # two bytes each
 
 
 def test_a_client_that_leaves_ends_the_download(server, site, url) -> None:
@@ -265,6 +313,21 @@ def test_a_server_that_stops_refuses_to_fetch(server, client, site, url, monkeyp
     monkeypatch.setattr(server.server.state, "images", None)
     path, body = chat(url)
     assert client.post(path, json=body).status_code == 503 and not site.asked
+
+
+def test_nothing_is_fetched_once_the_server_stops(fake, monkeypatch) -> None:
+    app = create_app(fake, ServerSettings(image_hosts=("images.example.com",)))
+    state, at_the_end = app.state.server, []
+    close = ImageFetcher.close
+
+    def closing(fetcher: ImageFetcher) -> None:
+        at_the_end.append((state.images, state.image_hosts))
+        close(fetcher)
+
+    monkeypatch.setattr(ImageFetcher, "close", closing)
+    with TestClient(app):
+        assert state.images is not None
+    assert at_the_end == [(None, None)]
 
 
 def test_a_server_that_stops_leaves_no_thread(fake) -> None:

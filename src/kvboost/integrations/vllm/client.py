@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ class VllmServer:
         answer = self._complete(text, {"mode": "exact"})
         known = self._said(answer)
         self._check(known)
-        with self._understood():
+        with self._api.understood():
             return Read(int(answer["usage"]["prompt_tokens"]), int(known.get("exact_tokens", 0)))
 
     def forget(self, text: str) -> int:
@@ -64,12 +63,12 @@ class VllmServer:
         """Without special tokens."""
         body = {"model": self._name(), "prompt": text, "add_special_tokens": False}
         answer = self._api.send("/tokenize", body)
-        with self._understood():
+        with self._api.understood():
             return [int(token) for token in answer["tokens"]]
 
     def _forget(self, what: object) -> int:
         answer = self._command({"forget": what}, "forgotten")
-        with self._understood():
+        with self._api.understood():
             forgotten = int(answer["forgotten"])
         if "error" in answer:
             raise ForgetError(f"{forgotten} chunks were to be forgotten: {answer['error']}")
@@ -88,20 +87,9 @@ class VllmServer:
 
     def _said(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """The connector's part of an answer; empty if there is none."""
-        with self._understood():
+        with self._api.understood():
             said = (answer.get("kv_transfer_params") or {}).get("kvboost", {})
             return dict(said)
-
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """Raises ``ServerError`` if an answer is not as vLLM's are."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError):
-            raise ServerError(
-                f"the server at {self._api.url} answers in another form than vLLM does; give the "
-                "address of vLLM's API"
-            ) from None
 
     def _check(self, said: Mapping[str, Any]) -> None:
         if "error" in said:
@@ -123,7 +111,7 @@ class VllmServer:
     def _name(self) -> str:
         if self._model is None:
             answer = self._api.send("/v1/models")
-            with self._understood():
+            with self._api.understood():
                 models = list(answer["data"])
                 self._model = str(models[0]["id"]) if models else None
             if self._model is None:

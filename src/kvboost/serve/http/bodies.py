@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, get_type_hints
 
 from fastapi import Request
@@ -24,7 +22,7 @@ from starlette.types import Receive
 from kvboost.errors import ShuttingDownError
 from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
-from kvboost.serve.http.json_text import JsonBudget, JsonTextError, parse_json
+from kvboost.serve.http.json_text import JsonTextError, parse_json
 from kvboost.serve.http.streaming import unless_gone, within
 from kvboost.serve.schema.fields import BodyContext
 from kvboost.serve.server import ServerState
@@ -78,18 +76,22 @@ async def _checked(
     request: Request, server: ServerState, caller: Tenant, adapter: TypeAdapter[Any], body: bytes
 ) -> tuple[Any, BodyContext]:
     """The checked model of a body, and what the check found out. Images that the body names by
-    address are fetched once all else is right. Then the body is checked again, and gets the images
-    in place of their addresses."""
+    address are fetched once all else is right, the name of the model too. Then the body is checked
+    again, and gets the images in place of their addresses."""
     engine, hosts, size = server.engine, server.image_hosts, len(body)
     limits = None if isinstance(engine.image_reader, str) else engine.config.image_limits
-    context = BodyContext(
+    fresh = partial(
+        BodyContext,
         server.settings.strict_fields,
         max_images=None if limits is None else limits.max_images,
         image_hosts=hosts,
     )
+    context = fresh()
     checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
     if not context.to_fetch:
         return checked, context
+    if checked.model is not None:
+        server.check_model(checked.model)
     assert hosts is not None and limits is not None
     if (images := server.images) is None:
         raise ShuttingDownError("the server is stopping and fetches no images any more")
@@ -106,9 +108,7 @@ async def _checked(
     )
     size += sum(len(fetched[url].data) * count for url, count in context.to_fetch.items())
     request.state.body_size = size
-    context = replace(
-        context, fetched=fetched, ignored=[], budget=JsonBudget(), to_fetch=Counter(), num_images=0
-    )
+    context = fresh(fetched=fetched)
     checked = await server.workers.parse(caller.counts_as, size, parse, adapter, body, context)
     return checked, context
 

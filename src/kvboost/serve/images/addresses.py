@@ -1,10 +1,12 @@
-"""Which addresses images are fetched from: the hosts that the operator allows, and the IP addresses
-that may be behind their names."""
+"""Which addresses images are fetched from: the hosts that the operator allows, the IP addresses
+that may be behind their names, and whose certificates prove the names."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
@@ -16,6 +18,8 @@ from kvboost.errors import ConfigError
 IPAddress = IPv4Address | IPv6Address
 
 LONGEST_URL = 8192
+_NO_URL = (httpx.InvalidURL, ValueError)
+"""What httpx raises for text that is no address."""
 _PORTS = {"http": 80, "https": 443}
 _LABEL = r"(?!-)[a-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"(?!(.*\.)?(\d+|0x[0-9a-f]*)$)({_LABEL}\.)*{_LABEL}", re.ASCII)
@@ -47,11 +51,13 @@ class RemoteUrl:
     def of(cls, url: str) -> RemoteUrl:
         """The parts of ``url``. Raises AddressRefused if it is no plain address of a web server."""
         if len(url) > LONGEST_URL:
-            raise AddressRefused(f"must have at most {LONGEST_URL:,} characters, not {len(url):,}")
+            raise _too_long(len(url))
         try:
             parts = httpx.URL(url)
-        except httpx.InvalidURL:
+        except _NO_URL:
             raise AddressRefused("must be a valid address") from None
+        if len(parts.raw_path) > LONGEST_URL:  # each other character has become up to twelve
+            raise _too_long(len(parts.raw_path))
         if parts.scheme not in _PORTS:
             raise AddressRefused("must begin with https:// or http://")
         if parts.userinfo:
@@ -78,26 +84,23 @@ class RemoteUrl:
         """The host, if it is an IP address."""
         return _ip_of(self.host)
 
-    def at(self, ip: IPAddress) -> httpx.URL:
-        """The same on the machine with that IP address, whatever the host's name means."""
-        return self._on(str(ip))
+    def at(self, host: str) -> httpx.URL:
+        """The same on ``host``, which may be the IP address that the name has now."""
+        return httpx.URL(
+            scheme=self.scheme, host=host, port=self.port, raw_path=self.target.encode("ascii")
+        )
 
     def redirected(self, location: str) -> RemoteUrl:
         """Where a redirect leads. Raises AddressRefused if it is no address of a web server, or if
         it leads from https to http."""
         try:
-            url = self._on(self.host).join(location)
-        except httpx.InvalidURL:
+            url = self.at(self.host).join(location)
+        except _NO_URL:
             raise AddressRefused("must be a valid address") from None
         found = self.of(str(url))
         if self.scheme == "https" and found.scheme == "http":
             raise AddressRefused("must begin with https://, as the address before it does")
         return found
-
-    def _on(self, host: str) -> httpx.URL:
-        return httpx.URL(
-            scheme=self.scheme, host=host, port=self.port, raw_path=self.target.encode("ascii")
-        )
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,16 @@ def is_public(ip: IPAddress) -> bool:
     return ip.is_global and not ip.is_multicast and not any(ip in one for one in _NOT_PUBLIC)
 
 
+def trusted_authorities() -> ssl.SSLContext:
+    """Those of certifi, or those in ``SSL_CERT_FILE``. Raises ConfigError if it cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:  # ssl.SSLError is one, and none names the file
+        file = os.environ.get("SSL_CERT_FILE", "")
+        said = f"images cannot be fetched: {error}; check SSL_CERT_FILE={file!r}"
+        raise ConfigError(said) from None
+
+
 def plain_ip(ip: IPAddress) -> IPAddress:
     """``ip``, as IPv4 if it only is written as IPv6."""
     mapped = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
@@ -221,8 +234,12 @@ def _in_ascii(name: str) -> str | None:
         return name
     try:
         return httpx.URL(scheme="http", host=name).raw_host.decode("ascii")
-    except httpx.InvalidURL:
+    except _NO_URL:
         return None
+
+
+def _too_long(size: int) -> AddressRefused:
+    return AddressRefused(f"must have at most {LONGEST_URL:,} characters, encoded, not {size:,}")
 
 
 def _mistake(given: str) -> ConfigError:

@@ -8,10 +8,11 @@ import base64
 import ipaddress
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from kvboost.serve.images.addresses import (
     IPAddress,
     RemoteUrl,
     plain_ip,
+    trusted_authorities,
 )
 from kvboost.serve.metrics import Metrics
 
@@ -40,6 +42,8 @@ MAX_REDIRECTS = 3
 _CONNECT_SECONDS = 5.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_BROKEN = (httpx.TransportError, ssl.SSLError)
+"""A host that wants a certificate of ours says so after the handshake, in place of its answer."""
 _UNREACHED = "it cannot be reached, or is not one that this server may reach"
 """Also if it was refused: a client must not learn which machines are in the server's network."""
 
@@ -99,16 +103,20 @@ class _OwnLoop:
     of one byte, does not hold up the loop of the server."""
 
     def __init__(self, name: str) -> None:
-        began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        """Raises OSError or RuntimeError if the process can have no more loops or threads."""
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._over = runner.get_loop(), asyncio.Event()
 
-        async def run() -> None:
-            over = asyncio.Event()
-            began.set_result((asyncio.get_running_loop(), over))
-            await over.wait()
+        def run() -> None:
+            with runner:
+                runner.run(self._over.wait())
 
-        self._thread = threading.Thread(target=lambda: asyncio.run(run()), name=name, daemon=True)
-        self._thread.start()
-        self._loop, self._over = began.result()
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            runner.close()
+            raise
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, which is cancelled with the caller."""
@@ -129,12 +137,12 @@ class ImageFetcher:
         seconds: float,
         resolve: Callable[[str], Sequence[IPAddress]] = resolve,
     ) -> None:
-        """``seconds``: in which all images of a request must have arrived; 0 sets no limit."""
+        """``seconds``: in which all images of a request must have arrived; 0 sets no limit. Raises
+        ConfigError, OSError or RuntimeError if none can be fetched."""
         self._metrics = metrics
         self._seconds = seconds
         self._resolve = resolve
-        self._trusted = httpx.create_ssl_context()
-        """The authorities of certifi, or those in ``SSL_CERT_FILE``."""
+        self._trusted = trusted_authorities()
         self._own_loop = _OwnLoop("kvboost-images")
         self._lookups = asyncio.Semaphore(MAX_FETCHES)
         self._places = asyncio.Semaphore(MAX_FETCHES)
@@ -236,15 +244,14 @@ class ImageFetcher:
                 except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                     problem = error
                     continue
-                except httpx.TransportError as error:
+                except _BROKEN as error:
                     raise FetchError(_UNREACHED, _reason(error)) from None
                 try:
-                    yield answer
-                except httpx.TransportError as error:
+                    async with aclosing(answer):
+                        yield answer
+                except _BROKEN as error:
                     said = "its connection broke before all of it had arrived"
                     raise FetchError(said, f"{said}: {_reason(error)}") from None
-                finally:
-                    await answer.aclose()
                 return
         raise FetchError(_UNREACHED, _reason(problem))
 
@@ -298,7 +305,7 @@ def _request(url: RemoteUrl, ip: IPAddress) -> httpx.Request:
         "connection": "close",
     }
     known = {"timeout": {"connect": _CONNECT_SECONDS}, "sni_hostname": url.host}
-    return httpx.Request("GET", url.at(ip), headers=headers, extensions=known)
+    return httpx.Request("GET", url.at(str(ip)), headers=headers, extensions=known)
 
 
 async def _image_in(answer: httpx.Response, limits: _Limits, times: int) -> FetchedImage:

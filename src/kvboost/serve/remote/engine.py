@@ -20,6 +20,7 @@ from kvboost.errors import StructuredOutputError
 from kvboost.results import AdapterInfo, Explanation, Healing, Pin, ReuseReport
 from kvboost.results.explaining import Traces, explain
 from kvboost.serve.embedder import Vectors
+from kvboost.serve.live import KEPT_HEALING
 from kvboost.serve.remote import wire
 from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
 from kvboost.serve.remote.link import Link
@@ -31,7 +32,6 @@ from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 T = TypeVar("T")
 
 _KEPT_ESTIMATES = 1024
-_KEPT_HEALING = 16
 
 
 class RemoteGrammars:
@@ -86,7 +86,7 @@ class RemoteEngine:
         """By the length of a prompt: those of the last answers."""
         self._states: WeakValueDictionary[int, RemoteState] = WeakValueDictionary()
         """How far answers are, by number."""
-        self._healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
+        self._healing: deque[tuple[int, Healing]] = deque(maxlen=KEPT_HEALING)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-embeddings")
         for name, kind in _METHODS.items():
             setattr(self, name, partial(link.call, name, returns=kind))

@@ -20,6 +20,7 @@ import kvboost
 from kvboost.results import Healing, ReuseReport
 from kvboost.runtime.request import RequestState
 from kvboost.serve.embedder import Encoder, Vectors, advance
+from kvboost.serve.live import KEPT_HEALING
 from kvboost.serve.remote import wire
 from kvboost.tokens.hashing import TokenIds
 from kvboost.tokens.images import PlacedImages, ReadPrompt
@@ -36,8 +37,6 @@ _IN_A_THREAD = frozenset(
 )
 _COROUTINES = frozenset({"awarm", "apin"})
 _WITHOUT_RESULT = frozenset({"compile_format"})
-_KEPT_HEALING = 16
-"""Of so many answers an API process shows what becomes of their approximate rows."""
 
 
 @dataclass(eq=False)
@@ -100,7 +99,7 @@ class Host:
                 case wire.Reloaded():
                     self.on_reloaded(message.number, message.taken)
         if accepted:
-            self._pipe.send(wire.Accepted(accepted))
+            self.send(wire.Accepted(accepted))
 
     def _ask(self, ask: wire.Ask) -> bool:
         """Queues an answer; False if it is refused."""
@@ -117,7 +116,7 @@ class Host:
             )
         except Exception as error:
             del self._answers.running[ask.number]
-            self._pipe.send(wire.Refused(ask.number, wire.to_wire(error)))
+            self.send(wire.Refused(ask.number, wire.to_wire(error)))
             return False
         return True
 
@@ -177,10 +176,10 @@ class Host:
         return [*done.shape, done.astype("<f4").tobytes()]
 
     def _reply(self, call: wire.Call, value: object) -> None:
-        self._pipe.send(wire.Reply(call.number, wire.packed(value)))
+        self.send(wire.Reply(call.number, wire.packed(value)))
 
     def _refuse(self, call: wire.Call, error: Exception) -> None:
-        self._pipe.send(wire.Reply(call.number, wire.packed(None), wire.to_wire(error)))
+        self.send(wire.Reply(call.number, wire.packed(None), wire.to_wire(error)))
 
 
 def _prompt_of(ask: wire.Ask) -> ReadPrompt:
@@ -199,7 +198,7 @@ class Outgoing:
         self._news: list[wire.News] = []
         self.running: dict[int, AnswerSender] = {}
         """By number."""
-        self.healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
+        self.healing: deque[tuple[int, Healing]] = deque(maxlen=KEPT_HEALING)
         """Of the last answers with approximate rows."""
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], /, *arguments: Any) -> None:

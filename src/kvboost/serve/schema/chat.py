@@ -89,8 +89,13 @@ def _as_data(url: str, info: ValidationInfo) -> str:
         raise _no_data_url(
             url, "this server fetches no addresses, unless its operator allows hosts (--image-host)"
         )
-    if (problem := context.image_hosts.problem(url)) is not None:
-        raise _no_data_url(url, f"an address {problem}")
+    if url not in context.to_fetch:
+        context.address_bytes += len(url.encode())
+        if context.address_bytes > fields.MAX_ADDRESS_BYTES:
+            most = f"those of a body may have {fields.MAX_ADDRESS_BYTES:,} bytes together"
+            raise fields.too_many(f"is one address too many: {most}; send data URLs")
+        if (problem := context.image_hosts.problem(url)) is not None:
+            raise _no_data_url(url, f"an address {problem}")
     context.to_fetch[url] += 1
     return url
 

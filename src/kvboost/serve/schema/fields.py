@@ -44,6 +44,8 @@ MAX_STOPS = 64
 MAX_WORDS = 1024
 """Words or tokens that end an answer, or that it must not have."""
 MAX_BIASES = 1024
+MAX_ADDRESS_BYTES = 32 * 1024
+"""Of the addresses of images in one body, each counted once: to check them takes 25 ms at most."""
 MAX_METADATA = 16
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -269,6 +271,8 @@ class BodyContext:
     """Images by their address. Their data URLs take its place."""
     to_fetch: Counter[str] = field(default_factory=Counter)
     """How often each address occurs whose image is not there yet."""
+    address_bytes: int = 0
+    """Of these addresses, each counted once."""
     num_images: int = 0
 
     def leave_out(self, given: dict[str, Any], known: frozenset[str]) -> None:
