@@ -51,7 +51,7 @@ def test_the_coding_agent_computes_less_than_with_a_prefix_cache(tmp_path, capsy
     assert computed["chunk_kv_reuse"] < computed["prefix_cache"]
 
 
-def test_the_page_on_agents_shows_the_code_of_the_coding_agent() -> None:
+def test_the_page_on_the_coding_agent_shows_its_code() -> None:
     source = (ROOT / "examples" / "coding_agent.py").read_text()
-    blocks = CODE.findall((ROOT / "docs" / "howto" / "agents.md").read_text())
+    blocks = CODE.findall((ROOT / "docs" / "howto" / "coding-agent.md").read_text())
     assert blocks and all(block in source for block in blocks)

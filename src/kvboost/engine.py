@@ -343,6 +343,7 @@ class KVBoost:
         ``tool_calls`` and ``content`` are the parts of the answer, ``output_text`` is all of it.
         ``template_options`` go to the template, such as ``{"enable_thinking": False}``.
         ``context_management`` clears old tool results and reasoning first; see ``applied_edits``.
+        Like ``tools``, it is only here: :meth:`stream` and the others read messages as they are.
         """
         clock = Clock()
         if isinstance(messages, str):

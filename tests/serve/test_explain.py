@@ -99,6 +99,29 @@ def test_another_key_gets_404_and_sees_no_text(client_of) -> None:
         assert explained(ann, answer)["parts"]
 
 
+def test_a_plan_tells_a_key_nothing_of_other_salts(client_of) -> None:
+    text = "".join(random.Random(3).choices(string.ascii_letters, k=150))
+    with client_of("k-ann") as ann, client_of("k-root") as root:
+        complete(ann, text)
+        complete(root, text, cache_salt="x")
+        planned = root.post("/kvboost/plan", json={"model": "tiny", "prompt": text}).json()
+        assert [part["why"] for part in planned["explanation"]["parts"]] == ["new"]
+
+
+@pytest.mark.parametrize("serve", [live_server, remote_server])
+def test_without_keys_text_under_another_salt_is_named(serve) -> None:
+    with (
+        make_engine(tiny_model("llama", max_position_embeddings=1024)) as engine,
+        serve(engine, served_names=("tiny",)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        complete(client, MANUAL, cache_salt="x")
+        asked = {"model": "tiny", "prompt": MANUAL, "cache_salt": "y"}
+        planned = client.post("/kvboost/plan", json=asked).json()["explanation"]
+        for found in (planned, explained(client, complete(client, **asked))):
+            assert "salt" in [part["why"] for part in found["parts"]]
+
+
 def test_tenants_of_a_shared_cache_do_not_see_what_others_have_sent() -> None:
     with (
         make_engine(tiny_model("llama", max_position_embeddings=1024)) as engine,

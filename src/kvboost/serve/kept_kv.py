@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import kvboost
 from kvboost.errors import KVBoostError, PinError
+from kvboost.serve.auth import Place
 from kvboost.tokens.hashing import TokenIds
 
 MAX_PINS = 1024
@@ -15,16 +17,16 @@ MAX_PINS = 1024
 
 @dataclass(frozen=True)
 class _Kept:
+    place: Place
     ids: bytes
     """Of 32-bit token ids."""
-    salt: str
     adapter: str | None
     expires: float
 
     def covers(self, other: _Kept) -> bool:
         """Whether this pin makes ``other`` superfluous."""
         return (
-            (self.salt, self.adapter) == (other.salt, other.adapter)
+            (self.place, self.adapter) == (other.place, other.adapter)
             and self.expires >= other.expires
             and self.ids.startswith(other.ids)
         )
@@ -32,7 +34,8 @@ class _Kept:
 
 class KeptKV:
     """Pins beginnings of prompts for some seconds. Only rows that are cached already are pinned. If
-    pins have no more room, the oldest of these are released. For one event loop."""
+    pins have no more room, the tenant that holds most, with the new pin, loses its oldest one: who
+    holds no more than an equal part loses nothing to others. For one event loop."""
 
     def __init__(
         self, engine: kvboost.KVBoost, clock: Callable[[], float] = time.monotonic
@@ -43,20 +46,26 @@ class KeptKV:
         """By key, the oldest first."""
 
     def keep(
-        self, key: str, token_ids: TokenIds, salt: str, seconds: float, adapter: str | None = None
+        self,
+        key: str,
+        token_ids: TokenIds,
+        place: Place,
+        seconds: float,
+        adapter: str | None = None,
     ) -> None:
         """Pins ``token_ids``, read with ``adapter``, for ``seconds``, under a key by which they can
         be released. Replaces pins of beginnings of the same text."""
         if seconds <= 0:
             return
-        kept = _Kept(token_ids.tobytes(), salt, adapter, self._clock() + seconds)
+        kept = _Kept(place, token_ids.tobytes(), adapter, self._clock() + seconds)
         for name, other in list(self._kept.items()):
             if name == key or other.expires <= self._clock() or kept.covers(other):
                 self.release(name)
+        while len(self._kept) >= MAX_PINS:
+            if not self._make_room(kept, lambda _: 1):
+                return
         if self._pin(key, token_ids, kept, seconds):
             self._kept[key] = kept
-        while len(self._kept) > MAX_PINS:
-            self.release(next(iter(self._kept)))
 
     def release(self, key: str) -> None:
         """Takes a pin back, if it is still held."""
@@ -68,16 +77,28 @@ class KeptKV:
         while True:
             try:
                 pin = self._engine.pin_cached(
-                    _name(key), ids, ttl=seconds, cache_salt=kept.salt, adapter=kept.adapter
+                    _name(key), ids, ttl=seconds, cache_salt=kept.place.salt, adapter=kept.adapter
                 )
             except PinError:
-                if not self._kept:
+                if not self._make_room(kept, lambda one: len(one.ids)):
                     return False
-                self.release(next(iter(self._kept)))
             except KVBoostError:  # it is closing
                 return False
             else:
                 return pin.tokens > 0
+
+    def _make_room(self, new: _Kept, size: Callable[[_Kept], int]) -> bool:
+        """Releases the oldest pin of the tenant whose pins have the greatest ``size``, ``new``
+        included. False if that is the tenant of ``new`` and it holds no other."""
+        sizes = Counter({new.place.owner: size(new)})
+        for one in self._kept.values():
+            sizes[one.place.owner] += size(one)
+        largest = max(sizes, key=sizes.__getitem__)  # of equals the tenant of the new one
+        for key, one in self._kept.items():
+            if one.place.owner == largest:
+                self.release(key)
+                return True
+        return False
 
 
 def _name(key: str) -> str:

@@ -48,7 +48,7 @@ def test_every_question_is_served_in_every_way(rows) -> None:
 
 
 def test_every_edit_is_served_from_an_earlier_version_of_the_prompt(loaded) -> None:
-    edits = ("edit", "cleared", "dropped", "tools", "compacted", "session")
+    edits = ("edit", "cleared", "dropped", "tools", "added", "compacted", "session")
     settings = Settings(strategies=("auto",), ratios=(0.2,), donors=(*edits, "healed"), **ASKING)
     (found,) = measure(loaded, QUESTIONS[:1], settings, lambda: None)
     by_donor = {row.donor: row for row in found}

@@ -189,6 +189,7 @@ class Asked:
             ],
             "dropped": [*others[:2], *documents],
             "tools": [documents[1], documents[0], *documents[2:]],
+            "added": [documents[0], *documents[2:]],
             "compacted": [*others[:4], *documents[1:]],
         }
         if donor not in before:

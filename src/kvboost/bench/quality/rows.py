@@ -23,6 +23,7 @@ DONORS = {
     "cleared": "all passages read with one more in the middle, which was cleared since",
     "dropped": "all passages read after two more at the front, which were dropped since",
     "tools": "all passages read with the first two in the other order",
+    "added": "all passages but the second, which was added since",
     "compacted": "all passages but the first, which stands for a summary, read after four others",
     "session": "earlier turns with moved text: each adds a passage and changes a line at the front",
     "healed": "the same, and idle time heals after every turn",

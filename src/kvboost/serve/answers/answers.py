@@ -132,12 +132,12 @@ class Answers:
             self.add(error)
 
     def _keep_marked(self, choice: Choice) -> None:
-        salt, adapter = choice.call.place.salt, choice.call.adapter
+        place, adapter = choice.call.place, choice.call.adapter
         for tokens, seconds in choice.call.kept.beginnings(choice.prompt_ids):
             ids = choice.prompt_ids[:tokens]
-            told = f"{salt}\0{adapter}\0{seconds}\0".encode() + ids.tobytes()
+            told = f"{place.owner}\0{place.salt}\0{adapter}\0{seconds}\0".encode() + ids.tobytes()
             key = f"cache_control:{blake2b(told, digest_size=16).hexdigest()}"
-            self._server.kept_kv.keep(key, ids, salt, seconds, adapter)
+            self._server.kept_kv.keep(key, ids, place, seconds, adapter)
 
     async def _renew_session(self, choice: Choice, session: str) -> None:
         call = choice.call

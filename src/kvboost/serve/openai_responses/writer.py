@@ -175,7 +175,7 @@ class ResponseWriter:
         ids = choice.conversation_ids
         seconds = self._server.settings.stored_response_seconds
         call = choice.call
-        self._server.kept_kv.keep(response["id"], ids, call.place.salt, seconds, call.adapter)
+        self._server.kept_kv.keep(response["id"], ids, call.place, seconds, call.adapter)
 
     async def _usage(self, choice: Choice) -> dict[str, Any]:
         engine, result = self._server.engine, choice.result

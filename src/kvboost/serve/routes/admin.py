@@ -94,6 +94,7 @@ async def plan(body: own.PlanRequest, request: Request, server: Server, caller: 
     if body.model is not None:
         server.check_model(body.model)
     engine, documents = server.engine, server.documents.texts_of(caller.owner)
+    other_salts = not server.settings.needs_key  # with keys, they may be another tenant's
 
     def work() -> dict[str, Any]:
         if isinstance(body, own.ChatPlan):
@@ -107,6 +108,7 @@ async def plan(body: own.PlanRequest, request: Request, server: Server, caller: 
         }
         ids = encode(engine, call.prompts[0])
         found = engine.plan(ids, call.mode, cache_salt=call.place.salt, **options)
+        explained = found.explain(other_salts=other_salts)
         return {
             "mode": call.mode,
             "strategy": server.strategy(options.get("recompute_strategy")),
@@ -115,7 +117,7 @@ async def plan(body: own.PlanRequest, request: Request, server: Server, caller: 
             "estimated_ms_without_reuse": engine.estimate_ms(len(ids)),
             "notes": list(found.notes),
             "spans": spans(found, ids, engine.decode),
-            "explanation": with_documents(found.explain(other_salts=False), documents).as_dict(),
+            "explanation": with_documents(explained, documents).as_dict(),
         }
 
     return JSONResponse(

@@ -36,9 +36,10 @@ async def explain_answer(
 
     settings = server.settings
     hides = settings.shared_cache and settings.needs_key and not caller.is_admin
+    other_salts = not settings.needs_key  # with keys, they may be another tenant's
 
     def work() -> dict[str, Any]:
-        explained = [one.explain(other_salts=False) for one in answered.reports]
+        explained = [one.explain(other_salts=other_salts) for one in answered.reports]
         if hides:  # the cached text may be another tenant's
             explained = [one.without_cached_text() for one in explained]
         named = [with_documents(one, documents).as_dict() for one in explained]
