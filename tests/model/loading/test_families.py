@@ -20,6 +20,7 @@ from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedMo
 from kvboost.model import triton
 from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.model.execution.segment import Segment
+from kvboost.model.fit.features import features
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.unsupported import WHY_NOT
 from support.adapters import check_merged
@@ -85,12 +86,15 @@ def test_family(name: str, tmp_path: Path) -> None:
         pytest.skip("transformers has it since 5.22")
     model = family_model(name) if name in HERE else any_model(name)
     stock = StockModel(copy.deepcopy(model))
-    with make_engine(model, strict=name not in OTHER_MODELS) as engine:
+    says = features(model.config)
+    with make_engine(model, strict=says.exact == "yes") as engine:
         check_exact_reuse(engine, stock)
-        if name not in OTHER_MODELS:
+        assert (says.moved == "yes") == (name not in OTHER_MODELS)
+        if says.moved == "yes":
             check_moved_reuse(engine, stock)
             check_moved_keys(engine)
-        if name not in ("bloom", "mpt"):  # requests with ALiBi are not packed
+        assert (says.batch == "yes") == (name not in ("bloom", "mpt"))
+        if says.batch == "yes":
             check_packed_rows(engine, stock)
         if name not in (*SEEING, *ADAPTED):
             check_adapters(engine, stock, tmp_path)

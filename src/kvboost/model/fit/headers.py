@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.errors import ModelError, ModelNotFoundError
+from kvboost.model.fit.features import Features, features_in, why_unsupported
 from kvboost.model.fit.states import layers_with_rows, state_numbers
 from kvboost.model.loading import weights
-from kvboost.model.loading.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.unsupported import WHY_NOT
 
@@ -64,6 +65,8 @@ class ModelHeader:
     states: tuple[int, int] | None = None
     """The numbers that convolutions and recurrent layers hold for one text; None if there are no
     such layers, or the header does not say."""
+    features: Features | None = None
+    """What KVBoost does with it; None if it is not supported, or the header does not say."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -72,9 +75,9 @@ class ModelHeader:
         return None if self.states is None else 2 * self.states[0] + 4 * self.states[1]
 
     @property
-    def reused(self) -> str | None:
-        """Which of its text is reused, or why none is."""
-        return None if self.model_type is None else what_is_reused(self.model_type)
+    def unsupported(self) -> str | None:
+        """Why its family is not supported; None if it is, or the header does not say what it is."""
+        return None if self.model_type is None else why_unsupported(self.model_type)
 
     @property
     def parameters(self) -> int:
@@ -142,6 +145,7 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         width = numbers["embedding_length"] // max(1, numbers["head_count"])
     layers = numbers.get("block_count", 0)
     kinds = {tensor.kind for tensor in tensors}
+    model_type = _type_of_gguf(index.architecture)
     return ModelHeader(
         name=index.path.name,
         architecture=index.architecture,
@@ -150,7 +154,8 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         kv_numbers=2 * layers * heads * width if heads and width else None,
         context=numbers.get("context_length"),
         is_quantized=not kinds <= {"F32", "F16", "BF16", "F64"},
-        model_type=_type_of_gguf(index.architecture),
+        model_type=model_type,
+        features=_features({"model_type": model_type}),
     )
 
 
@@ -257,7 +262,15 @@ def _from_config(
         context=_first(text, _CONTEXT),
         is_quantized=method is not None and method.get("quant_method") != "mxfp4",
         model_type=config.get("model_type"),
+        features=_features(config),
     )
+
+
+def _features(config: Mapping[str, Any]) -> Features | None:
+    model_type = config.get("model_type")
+    if model_type is None or why_unsupported(model_type) is not None:
+        return None
+    return features_in(config)
 
 
 def _kv_numbers(text: Mapping[str, Any], layers: int | None, *, keeps_latents: bool) -> int | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.loading.unsupported import WHY_NOT
-from kvboost.model.vision.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -136,21 +135,6 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     ]
     switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
     return Support(model_type, architecture, min(limits, default=None), switches)
-
-
-def what_is_reused(model_type: str) -> str:
-    """Says in words which text of a model type is reused, or why none is."""
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
-        return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
-    if architecture.why_exact_only is None:
-        images = ", and so are images" if model_type in FAMILIES else ""
-        return f"exact and moved text is reused{images}"
-    if architecture.states:
-        return (
-            f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"
-        )
-    return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
