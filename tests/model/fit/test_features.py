@@ -11,6 +11,7 @@ from kvboost import ModelError
 from kvboost.model.fit import features as table
 from kvboost.model.fit.features import features_in, why_unsupported
 from kvboost.model.loading.compat import ARCHITECTURES
+from kvboost.model.quantized.safetensors import RENAMED
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_inside_vllm_windows_decide(config: dict[str, Any], said: str) -> None:
 
 def test_the_table_names_supported_families_only() -> None:
     named = {*table.SOME_WITHOUT_POSITIONS, *table.UNLIKE_LAYERS, *table.SHARED_WEIGHTS}
-    assert named | {*table.RENAMED} <= ARCHITECTURES.keys()
+    assert named | {*RENAMED} <= ARCHITECTURES.keys()
 
 
 def test_a_config_that_cannot_be_read_is_one_sentence() -> None:

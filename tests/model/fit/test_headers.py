@@ -130,6 +130,14 @@ def test_codes_of_a_quantised_folder_count_as_the_weights_they_are(tmp_path: Pat
     assert found.bits == pytest.approx(4.2, abs=0.1)
 
 
+def test_a_quantised_folder_with_experts_does_not_stay_packed(tmp_path: Path) -> None:
+    weight = {"model.layers.0.self_attn.q_proj.qweight": ("I32", [64, 16], 64 * 16 * 4)}
+    config = {"num_hidden_layers": 1, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    for model_type, packs in (("qwen3", True), ("qwen3_moe", False)):
+        write_folder(tmp_path / model_type, weight, model_type=model_type, **config)
+        assert read_header(tmp_path / model_type).is_quantized is packs
+
+
 def test_mxfp4_experts_count_as_the_weights_they_are_and_do_not_stay_packed(tmp_path: Path) -> None:
     experts = "model.layers.0.mlp.experts.down_proj"
     write_folder(

@@ -20,7 +20,7 @@ from kvboost.model.loading.experts import num_experts
 from kvboost.model.loading.key_scales import FAMILIES as SCALED
 from kvboost.model.loading.unsupported import WHY_NOT
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
-from kvboost.model.quantized.safetensors import METHODS
+from kvboost.model.quantized.safetensors import METHODS, RENAMED
 from kvboost.model.vision.families import FAMILIES as SEEING
 
 SOME_WITHOUT_POSITIONS = (
@@ -32,8 +32,6 @@ UNLIKE_LAYERS = ("gemma3n_text", "gemma4", "gemma4_text")
 """Families whose layers differ in the KV that they keep."""
 SHARED_WEIGHTS = ("zamba", "zamba2")
 """Families whose layers share weights."""
-RENAMED = ("gemma3", "gpt_neox", "internvl", "mistral3", "qwen2_5_vl")
-"""Families whose tensors have other names in files than in transformers."""
 
 
 @dataclass(frozen=True)

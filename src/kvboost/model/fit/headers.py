@@ -20,6 +20,7 @@ from kvboost.model.loading import weights
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.unsupported import WHY_NOT
+from kvboost.model.quantized.source import method_in
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 _HEADS = ("lm_head.weight", "output.weight")
@@ -28,6 +29,7 @@ _CODES = {"I32": 4, "U8": 1, "I8": 1}
 """Types of tensors that hold codes of weights, with their bytes."""
 _CODED = ("weight", "_blocks")
 """The endings of their names; the latter in MXFP4."""
+_PLAIN = {"F32", "F16", "BF16", "F64"}
 _MOST_HEADER = 100 << 20
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -146,6 +148,7 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
     layers = numbers.get("block_count", 0)
     kinds = {tensor.kind for tensor in tensors}
     model_type = _type_of_gguf(index.architecture)
+    features = _features({"model_type": model_type})
     return ModelHeader(
         name=index.path.name,
         architecture=index.architecture,
@@ -153,9 +156,9 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         layers=layers,
         kv_numbers=2 * layers * heads * width if heads and width else None,
         context=numbers.get("context_length"),
-        is_quantized=not kinds <= {"F32", "F16", "BF16", "F64"},
+        is_quantized=not kinds <= _PLAIN and _stays_packed("GGUF", features),
         model_type=model_type,
-        features=_features({"model_type": model_type}),
+        features=features,
     )
 
 
@@ -250,6 +253,7 @@ def _from_config(
     layers = _first(text, _NUM_LAYERS)
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
     keeps_latents = architecture is not None and architecture.latent
+    features = _features(config)
     return ModelHeader(
         name=name,
         architecture=str(text.get("model_type", "unknown")),
@@ -260,10 +264,15 @@ def _from_config(
         ),
         states=state_numbers(config),
         context=_first(text, _CONTEXT),
-        is_quantized=method is not None and method.get("quant_method") != "mxfp4",
+        is_quantized=_stays_packed(method_in(config), features),
         model_type=config.get("model_type"),
-        features=_features(config),
+        features=features,
     )
+
+
+def _stays_packed(source: str | None, features: Features | None) -> bool:
+    """Whether weights from a GGUF file, or quantised by a method, can stay packed."""
+    return source is not None and features is not None and source in features.packed
 
 
 def _features(config: Mapping[str, Any]) -> Features | None:
