@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvboost import GenerationMode, KVBoost, StockModel, UnsupportedModelError
 from kvboost.reuse.plan import LEAST_TOKENS
+from support.families import HERE
 from support.tiny import (
     DEVICE,
     KINDS,
@@ -23,12 +24,19 @@ from support.tiny import (
     tiny_model,
 )
 
+MORE_KINDS = sorted({"deepseek_v3", "olmo3", "qwen3_moe"} & set(HERE))
+"""Latents, two bases, and experts."""
 
-@pytest.mark.parametrize("name", [*KINDS, "bloom"])
+
+@pytest.mark.parametrize("name", [*KINDS, *MORE_KINDS, "bloom"])
 def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny_engine) -> None:
     engine = tiny_engine(name)
 
-    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=settings().max_examples // 5,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         salt = str(data.draw(st.integers(0, 2**32), label="conversation"))
