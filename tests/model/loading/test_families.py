@@ -182,6 +182,7 @@ def _linears(module: nn.Module) -> list[str]:
         ("phimoe", WINDOW),
         ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
         ("qwen2_moe", {**WINDOW, "use_sliding_window": False}),
+        ("olmoe", {**WINDOW, "head_dim": 8}),  # its config tells one, and its mask has none
     ],
 )
 def test_a_window_that_only_the_mask_tells(name: str, options: dict[str, Any]) -> None:
