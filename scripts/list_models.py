@@ -50,15 +50,15 @@ class Family:
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
     from support import hybrids
+    from support.tiny import TEXT_PARTS
 
     found = [
         Family(model.config.model_type, features(model.config), measure(model))
         for model in _tiny_models()
     ]
-    parts = {one.name: one for one in found}
-    return found + [
-        replace(parts[text], name=name) for name, (_, text) in hybrids.SEEING_HYBRIDS.items()
-    ]
+    of_text = {one.name: one for one in found}
+    parts = TEXT_PARTS | {name: text for name, (_, text) in hybrids.SEEING_HYBRIDS.items()}
+    return found + [replace(of_text[text], name=name) for name, text in parts.items()]
 
 
 def _tiny_models() -> Iterator[Any]:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvboost import GenerationMode, KVBoost, StockModel, UnsupportedModelError
+from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedModelError
+from kvboost.model.loading.load import read_config
 from kvboost.reuse.plan import LEAST_TOKENS
 from support.families import HERE
 from support.tiny import (
@@ -20,6 +21,7 @@ from support.tiny import (
     any_model,
     make_engine,
     random_ids,
+    save_gemma3n,
     save_tiny,
     tiny_model,
 )
@@ -79,6 +81,20 @@ def test_the_text_part_of_a_llama_4_is_loaded(tmp_path) -> None:
         assert engine._model.support.model_type == "llama4_text"
         expected = StockModel(any_model("llama4")).logits([5, 6, 7])[-1].argmax()
         assert engine.generate([5, 6, 7], 1, ignore_eos=True).token_ids == [int(expected)]
+
+
+def test_the_text_part_of_a_gemma_3n_is_loaded(tmp_path) -> None:
+    """Without timm, which its vision tower needs."""
+    save_gemma3n(tmp_path)
+    assert read_config(tmp_path, strict=True).model_type == "gemma3n"
+    with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
+        assert engine._model.support.model_type == "gemma3n_text"
+        ids, answer = random_ids(60, seed=1), random_ids(9, seed=2)
+        engine.warm(ids)
+        scored = engine.score(ids, answer)
+        assert scored.reuse.spans[0].kind is SpanKind.EXACT
+        expected = StockModel(tiny_model("gemma3n_text")).logits([*ids, *answer])
+        assert torch.allclose(scored.logits, expected[len(ids) - 1 : -1], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "flag"), [("gemma3_text", True), ("gemma4_text", "all")])

@@ -32,6 +32,7 @@ from support.tiny import (
     DEVICE,
     OTHER_MODELS,
     SEEING,
+    TEXT_PARTS,
     any_model,
     make_engine,
     random_ids,
@@ -57,7 +58,7 @@ def test_every_language_model_of_transformers_is_in_one_table() -> None:
         "model/loading/unsupported.py why not"
     )
     tested = {name.split("-")[0] for name in [*ALL_MODELS, *SEEING]} | set(FAMILIES)
-    tested |= {*HYBRIDS, *SEEING_HYBRIDS}
+    tested |= {*HYBRIDS, *SEEING_HYBRIDS, *TEXT_PARTS}
     assert set(ARCHITECTURES) == tested
 
 

@@ -18,6 +18,7 @@ from kvboost.errors import ModelError
 from kvboost.model.loading.compat import ARCHITECTURES, NEW, Architecture
 from kvboost.model.loading.experts import num_experts
 from kvboost.model.loading.key_scales import FAMILIES as SCALED
+from kvboost.model.loading.parallel import UNLIKE
 from kvboost.model.loading.unsupported import WHY_NOT
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
 from kvboost.model.quantized.safetensors import METHODS, RENAMED
@@ -28,8 +29,6 @@ SOME_WITHOUT_POSITIONS = (
     *("llama4", "llama4_text", "smollm3"),
 )
 """Families with some layers that do not rotate their keys."""
-UNLIKE_LAYERS = ("gemma3n_text", "gemma4", "gemma4_text")
-"""Families whose layers differ in the KV that they keep."""
 SHARED_WEIGHTS = ("zamba", "zamba2")
 """Families whose layers share weights."""
 
@@ -90,7 +89,7 @@ def features(config: Any) -> Features:
         moved=f"no: it {only_exact}" if only_exact else "yes",
         images="yes" if name in SEEING else without_images,
         batch=_or_why_not(_why_alone(architecture)),
-        pages=_or_why_not(_why_buffers(name, architecture, text)),
+        pages=_or_why_not(_why_buffers(architecture, text)),
         adapters=shares if name in SHARED_WEIGHTS else "yes",
         packed=_packed(name, architecture, text),
         vllm=_in_vllm(name, architecture, text, sees=sees),
@@ -108,13 +107,13 @@ def _why_alone(architecture: Architecture) -> str | None:
     return None if architecture.packed else "it keeps its own attention"
 
 
-def _why_buffers(name: str, architecture: Architecture, text: Any) -> str | None:
+def _why_buffers(architecture: Architecture, text: Any) -> str | None:
     """Why KV is not in pages; None if it is."""
     if not architecture.packed:
         return "it keeps its own attention"
     if architecture.latent:
         return "it keeps latents"
-    if name in UNLIKE_LAYERS:
+    if text.model_type in UNLIKE:
         return "the KV of its layers differs"
     if getattr(text, "attention_chunk_size", None):
         return "some layers attend to their own stretch of text only"
@@ -144,7 +143,7 @@ def _in_vllm(name: str, architecture: Architecture, text: Any, *, sees: bool) ->
         return "exact: some layers have no positions"
     if name in SCALED:
         return "exact: its keys are scaled after their rotation"
-    if name in UNLIKE_LAYERS:
+    if text.model_type in UNLIKE:
         return "exact: the KV of its layers differs"
     kinds = set(getattr(text, "layer_types", None) or ())
     if not ("sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None)):

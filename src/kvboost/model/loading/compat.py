@@ -53,7 +53,7 @@ NO_POSITIONS = Architecture(Positions.NONE, packed=False, states=True)
 _MODEL_TYPES = {
     ROPE: (
         "afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 "
-        "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text "
+        "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n "
         "gemma3n_text gemma4 gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite granite_swa "
         "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
         "hyperclovax idefics3 internvl jais2 kolibri1 llama llama4 llama4_text mellum minimax_m2 "
@@ -72,8 +72,8 @@ _MODEL_TYPES = {
     ),
     NO_POSITIONS: "jamba nemotron_h zamba",
 }
-"""``internvl`` is how transformers ships the InternLM family. Of Kimi K2.5 and Qwen3.5, only text
-is supported."""
+"""``internvl`` is how transformers ships the InternLM family. Of Gemma 3n, Kimi K2.5 and
+Qwen3.5, only text is supported."""
 
 ARCHITECTURES = {name: kind for kind, names in _MODEL_TYPES.items() for name in names.split()}
 """By model type."""
