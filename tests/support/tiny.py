@@ -162,6 +162,7 @@ _TOWERS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "llama4": ("Llama4", "Llama4", {**_PROJECTED, **_SQUARE}, "llama4_text", {}),
     "mistral3": ("Mistral3", "Pixtral", {**_SQUARE, "head_dim": 16}, "mistral", {}),
+    "mistral3-ministral3": ("Mistral3", "Pixtral", {**_SQUARE, "head_dim": 16}, "ministral3", {}),
 }
 """Of models that see: the kind, the kind and sizes of the tower, the text part, other options."""
 SEEING = (*_TOWERS, *READING_IMAGES)

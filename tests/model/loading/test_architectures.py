@@ -74,12 +74,15 @@ def test_models_without_rope_are_refused_with_the_reason(name) -> None:
     assert scheme in str(error.value)
 
 
-def test_the_text_part_of_a_llama_4_is_loaded(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "loaded"), [("llama4", "llama4_text"), ("mistral3-ministral3", "mistral3")]
+)
+def test_a_folder_of_a_model_that_sees_reads_text(tmp_path, name, loaded) -> None:
     """Folders say ``llama4``, the model that transformers makes of them says ``llama4_text``."""
-    save_tiny(tmp_path, "llama4")
+    save_tiny(tmp_path, name)
     with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
-        assert engine._model.support.model_type == "llama4_text"
-        expected = StockModel(any_model("llama4")).logits([5, 6, 7])[-1].argmax()
+        assert engine._model.support.model_type == loaded
+        expected = StockModel(any_model(name)).logits([5, 6, 7])[-1].argmax()
         assert engine.generate([5, 6, 7], 1, ignore_eos=True).token_ids == [int(expected)]
 
 
