@@ -2,16 +2,20 @@
 
     python scripts/list_models.py
 
-It makes the tests' tiny model of every family and measures what the table says. A test fails as
-long as the page differs from the code.
+It makes the tests' tiny model of every family and measures how its keys rotate. What KVBoost does
+with the family is in ``kvboost.model.fit.features``. A test fails as long as the page differs from
+the code, or this table from the tiny models.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from kvboost.model.fit.features import Features, features
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -19,60 +23,76 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Facts that a model's KV shows."""
+
+    keys: str
+    """How they rotate."""
+    rotates: bool
+    has_states: bool
+    in_some_layers_only: bool
+    """Whether other layers do not rotate their keys."""
+    is_uniform: bool
+    """Whether all layers keep the same KV."""
+    keeps_names: bool
+    """Whether its tensors have the same names in files."""
+
+
+@dataclass(frozen=True)
 class Family:
     """A row of the table."""
 
     name: str
-    moves: bool
-    packed: bool
-    pages: bool
-    keys: str
-    in_vllm: str
-    states: bool = False
-    adapters: bool = True
+    features: Features
+    measured: Measured
 
 
 def families() -> list[Family]:
     """The families that are here: older versions of transformers have fewer."""
     from support import hybrids
+    from support.tiny import TEXT_PARTS
+
+    found = [
+        Family(model.config.model_type, features(model.config), measure(model))
+        for model in _tiny_models()
+    ]
+    of_text = {one.name: one for one in found}
+    parts = TEXT_PARTS | {name: text for name, (_, text) in hybrids.SEEING_HYBRIDS.items()}
+    return found + [replace(of_text[text], name=name) for name, text in parts.items()]
+
+
+def _tiny_models() -> Iterator[Any]:
+    from support import hybrids
     from support.families import HERE, family_model
     from support.tiny import ALL_MODELS, SEEING, any_model
 
-    found = [describe(any_model(name)) for name in [*ALL_MODELS, *SEEING] if "-" not in name]
-    found += [describe(family_model(name)) for name in HERE]
-    found += [describe(hybrids.hybrid_model(name)) for name in hybrids.HERE]
-    parts = {one.name: one for one in found}
-    return found + [
-        replace(parts[text], name=name) for name, (_, text) in hybrids.SEEING_HYBRIDS.items()
-    ]
+    yield from (any_model(name) for name in [*ALL_MODELS, *SEEING] if "-" not in name)
+    yield from (family_model(name) for name in HERE)
+    yield from (hybrids.hybrid_model(name) for name in hybrids.HERE)
 
 
-def describe(model: Any) -> Family:
-    """The measurements of a model."""
+def measure(model: Any) -> Measured:
+    from transformers.core_model_loading import revert_weight_conversion
+
     from kvboost.model.execution.caches import observe
     from kvboost.model.execution.kv_shape import KVShape
     from kvboost.model.loading.compat import check
-    from kvboost.model.loading.key_scales import FAMILIES as SCALED
     from kvboost.model.loading.key_scales import fold
     from kvboost.model.loading.rope import key_rotation, probed_positions
 
     support = check(model.config, strict=False)
-    name, packed = support.model_type, support.packed
     latent = support.architecture.latent
     fold(model)
     observed = observe(model, probed_positions(model, support), latent=latent)
-    text = model.config.get_text_config()
-    uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == text.num_hidden_layers
-    uniform = uniform and not latent
-    pages = packed and uniform and not getattr(text, "attention_chunk_size", None)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    is_uniform = isinstance(observed.shape, KVShape) and len(observed.layers) == num_layers
+    in_files = revert_weight_conversion(model, model.state_dict())
+    alike = is_uniform, all(name in in_files for name, _ in model.named_parameters())
     if observed.states:
-        shares = name.startswith("zamba")  # weights of layers
-        return Family(
-            name, False, packed, pages, "states", "from states", states=True, adapters=not shares
-        )
+        return Measured("states", False, True, False, *alike)
     rotation = key_rotation(model, support, observed, strict=True)
     if rotation is None:
-        return Family(name, False, packed, pages, support.architecture.positions.value, "exact")
+        return Measured(support.architecture.positions.value, False, False, False, *alike)
     rotated = {tuple(each.tolist()) for each in rotation.frequencies if each.any()}
     keys = "neighbours" if rotation.interleaved else "halves"
     layers = zip(rotation.frequencies, observed.keys, strict=True)
@@ -82,28 +102,16 @@ def describe(model: Any) -> Family:
         keys += ", part of a head"
     if len(rotated) > 1:
         keys += ", two bases"
-    without = not all(each.any() for each in rotation.frequencies)
-    if without:
+    in_some_only = not all(each.any() for each in rotation.frequencies)
+    if in_some_only:
         keys += ", some layers without positions"
-    moves = bool(rotated) and not without and name not in SCALED and pages
-    moves = moves and getattr(model.config, "vision_config", None) is None
-    in_vllm = "–" if latent else f"exact{_moved_in_vllm(text)}" if moves else "exact"
-    return Family(name, True, packed, pages, keys, in_vllm)
+    return Measured(keys, bool(rotated), False, in_some_only, *alike)
 
 
-def _moved_in_vllm(text: Any) -> str:
-    """What vLLM's connector says of moved text, by which layers have windows."""
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windows = "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None)
-    if not windows:
-        return ", moved"
-    return ", moved in one group" if "full_attention" in kinds else ""
-
-
-def page() -> str:
+def page(found: Sequence[Family]) -> str:
     """The page with its tables, which are between comments that name them, anew."""
     text = PAGE.read_text()
-    for name, rows in (("families", family_rows()), ("not supported", unsupported_rows())):
+    for name, rows in (("families", family_rows(found)), ("not supported", unsupported_rows())):
         start, end = f"<!-- {name} -->\n\n", f"\n<!-- end of {name} -->"
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
@@ -113,20 +121,12 @@ def page() -> str:
     return text
 
 
-def family_rows() -> list[str]:
+def family_rows(found: Sequence[Family]) -> list[str]:
     """One row for all families of which the same can be said, the largest group first."""
-    from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
-    from kvboost.model.vision.families import FAMILIES as SEEING
-
     groups: dict[tuple[str, ...], list[str]] = {}
-    for family in sorted(families(), key=lambda family: family.name):
-        in_gguf = family.name.removesuffix("_text") in IN_GGUF
-        exact = "yes" if family.moves else "with `strict=False`"
-        exact = "from states" if family.states else exact
-        adapters = "yes" if family.adapters else "–"
-        marks = ["yes" if one else "–" for one in (family.moves, family.packed, family.pages)]
-        marks.insert(1, "yes" if family.name in SEEING else "–")
-        cells = (exact, *marks, adapters, "yes" if in_gguf else "–", family.in_vllm, family.keys)
+    for family in sorted(found, key=lambda family: family.name):
+        its = replace(family.features, packed=_in_gguf(family.features))
+        cells = (*map(_cell, astuple(its)), family.measured.keys)
         groups.setdefault(cells, []).append(f"`{family.name}`")
     heads = ("Families", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
     heads += ("In vLLM", "Keys")
@@ -134,6 +134,17 @@ def family_rows() -> list[str]:
     for cells, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         rows.append(" | ".join([", ".join(names), *cells]))
     return rows
+
+
+def _in_gguf(of: Features) -> str:
+    return "yes" if of.packed.startswith("GGUF") else "no"
+
+
+def _cell(said: str) -> str:
+    """What a feature says, without reasons and conditions."""
+    return {"no": "–", "with strict=False": "with `strict=False`"}.get(
+        short := said.partition(":")[0], short
+    )
 
 
 def unsupported_rows() -> list[str]:
@@ -147,4 +158,4 @@ def unsupported_rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(families()))

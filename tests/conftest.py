@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
 from kvboost.model.loading.device import cpu_has_bf16
+from support.families import FAMILIES, family_model
 from support.tiny import OTHER_MODELS, any_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
@@ -105,7 +106,7 @@ def tiny_engine() -> Callable[[str], KVBoost]:
 
     @functools.cache
     def make(name: str) -> KVBoost:
-        model = any_model(name)
+        model = family_model(name) if name in FAMILIES else any_model(name)
         return make_engine(model, strict=name not in OTHER_MODELS)
 
     return make

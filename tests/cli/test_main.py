@@ -134,9 +134,11 @@ def test_models_says_how_a_model_would_run_here(
     found = json.loads(run("models", folder, "--json").stdout)
     assert json.loads(run("models", "--json", folder).stdout).keys() == found.keys()
     assert found["layers"] == 3 and found["fits"][-1]["how"] == "resident"
+    assert found["unsupported"] is None and found["features"]["moved"] == "yes"
     assert set(found["bytes_per_s"]) >= {"ram", "disk"}
     shown = run("models", folder).output
     assert "plain: llama" in shown and "resident" in shown and "GB/s" in shown
+    assert "shared forwards" in shown and "GGUF, awq" in shown
     refused = run("models", str(tmp_path / "none.gguf"))
     assert refused.exit_code == 2 and "there is no GGUF file" in refused.stderr
 

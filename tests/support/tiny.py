@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -161,9 +162,12 @@ _TOWERS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "llama4": ("Llama4", "Llama4", {**_PROJECTED, **_SQUARE}, "llama4_text", {}),
     "mistral3": ("Mistral3", "Pixtral", {**_SQUARE, "head_dim": 16}, "mistral", {}),
+    "mistral3-ministral3": ("Mistral3", "Pixtral", {**_SQUARE, "head_dim": 16}, "ministral3", {}),
 }
 """Of models that see: the kind, the kind and sizes of the tower, the text part, other options."""
 SEEING = (*_TOWERS, *READING_IMAGES)
+TEXT_PARTS = {"gemma3n": "gemma3n_text"}
+"""Of models whose towers need packages that are not here, the text part."""
 TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4")
 ALL_MODELS = ROPE_MODELS | OTHER_MODELS
 KINDS = (
@@ -244,6 +248,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny(folder: Path, name: str = "llama", **changes: Any) -> Path:
     """Saves a tiny model and its tokenizer in ``folder``."""
     any_model(name, **changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_gemma3n(folder: Path) -> Path:
+    """Saves the text part of a Gemma 3n as the whole model has it, and a tensor of its tower."""
+    model = tiny_model("gemma3n_text")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): weight.contiguous().cpu()
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    tensors["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.zeros(2)
+    config = transformers.Gemma3nConfig(text_config=model.config.to_dict())
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     byte_tokenizer().save_pretrained(folder)
     return folder
 

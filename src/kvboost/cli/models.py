@@ -15,6 +15,7 @@ from kvboost.cli.common import AsJson, errors, out, print_json, told
 from kvboost.config import format_bytes, home
 
 if TYPE_CHECKING:
+    from kvboost.model.fit.features import Features
     from kvboost.model.fit.fits import Fit, Machine
     from kvboost.model.fit.headers import ModelHeader
 
@@ -82,7 +83,7 @@ def fit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a model's text is reused, and what of the model would fit here, at which
+    """Say what KVBoost does with a model's family, and what of the model would fit here, at which
     precision, resident or streamed, and how fast.
 
     Reads headers only: nothing is loaded, and no weights are downloaded. The first run measures
@@ -98,6 +99,8 @@ def fit(
         print_json(_as_dict(header, machine, found))
         return
     out.print(_describe(header), highlight=False)
+    if header.features is not None:
+        out.print(_feature_table(header.model_type, header.features))
     out.print(_table(found, machine))
     out.print(
         "tokens/s is the most that the measured bandwidths allow one request: "
@@ -124,13 +127,33 @@ def _describe(header: ModelHeader) -> str:
         told += f", context {header.context:,}"
     if header.to_download:
         told += f"; {format_bytes(header.to_download)} would be downloaded"
-    if header.reused:
-        told += f"\n{header.reused}"
+    if header.unsupported:
+        told += f"\nnot supported: {header.unsupported}"
     if header.state_bytes:
         told += f"\nstates: {format_bytes(header.state_bytes)} at each token where they are kept"
         if header.kv_numbers:
             told += f"; a token's KV takes {format_bytes(2 * header.kv_numbers)}"
     return told
+
+
+_FEATURES = {
+    "exact": "text at the start",
+    "moved": "text elsewhere",
+    "images": "images",
+    "batch": "shared forwards",
+    "pages": "pages and graphs on GPUs",
+    "adapters": "LoRA adapters",
+    "packed": "stays in 4 and 8 bits",
+    "vllm": "reused inside vLLM",
+}
+"""The words for each of a model's features."""
+
+
+def _feature_table(family: str | None, features: Features) -> Table:
+    table = Table(title=f"models of the family {family}", show_header=False, pad_edge=False)
+    for name, words in _FEATURES.items():
+        table.add_row(words, getattr(features, name))
+    return table
 
 
 def _table(found: list[Fit], machine: Machine) -> Table:
@@ -157,8 +180,8 @@ def _table(found: list[Fit], machine: Machine) -> Table:
 
 
 _SHOWN = (
-    *("architecture", "reused", "parameters", "layers", "kind", "stored_bytes", "to_download"),
-    *("context", "state_bytes"),
+    *("architecture", "model_type", "unsupported", "parameters", "layers", "kind", "stored_bytes"),
+    *("to_download", "context", "state_bytes"),
 )
 
 
@@ -166,6 +189,7 @@ def _as_dict(header: ModelHeader, machine: Machine, found: list[Fit]) -> dict[st
     return {
         "model": header.name,
         **{name: getattr(header, name) for name in _SHOWN},
+        "features": None if header.features is None else asdict(header.features),
         "bits_per_weight": header.bits,
         "kv_numbers_per_token": header.kv_numbers,
         "memory": machine.memory,

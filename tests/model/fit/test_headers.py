@@ -64,7 +64,8 @@ def test_a_saved_model_has_the_parameters_of_the_model(tmp_path: Path) -> None:
     assert found.stored_bytes == sum(weight.nbytes for weight in model.parameters())
     assert found.kv_numbers == 2 * 3 * 2 * 16 and not found.is_quantized
     assert found.embedding is not None, "the head is another tensor"
-    assert found.reused == "exact and moved text is reused"
+    assert found.features is not None and found.unsupported is None
+    assert (found.features.exact, found.features.moved) == ("yes", "yes")
 
 
 def test_a_model_with_latents_needs_memory_for_them_only(tmp_path: Path) -> None:
@@ -93,15 +94,14 @@ def test_layers_that_differ_count_as_what_they_store(tmp_path: Path, name: str) 
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("gpt2", "only exact text is reused, with strict=False: it uses learned absolute"),
-        ("qwen3_next", "exact text is reused up to the nearest kept states"),
-        ("kimi_linear", "not supported: it keeps a state of linear layers"),
-        ("brand_new", "not supported: it is not among the architectures that were tested"),
+        ("kimi_linear", "it keeps a state of linear layers"),
+        ("brand_new", "it is not among the architectures that were tested"),
     ],
 )
 def test_a_model_that_is_not_supported_says_why(tmp_path: Path, model_type: str, said: str) -> None:
     write_folder(tmp_path / "model", {}, model_type=model_type)
-    assert str(read_header(tmp_path / "model").reused).startswith(said)
+    found = read_header(tmp_path / "model")
+    assert str(found.unsupported).startswith(said) and found.features is None
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,14 @@ def test_codes_of_a_quantised_folder_count_as_the_weights_they_are(tmp_path: Pat
     found = read_header(tmp_path / "awq")
     assert found.parameters == 64 * 128 + 128 and found.is_quantized
     assert found.bits == pytest.approx(4.2, abs=0.1)
+
+
+def test_a_quantised_folder_with_experts_does_not_stay_packed(tmp_path: Path) -> None:
+    weight = {"model.layers.0.self_attn.q_proj.qweight": ("I32", [64, 16], 64 * 16 * 4)}
+    config = {"num_hidden_layers": 1, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    for model_type, packs in (("qwen3", True), ("qwen3_moe", False)):
+        write_folder(tmp_path / model_type, weight, model_type=model_type, **config)
+        assert read_header(tmp_path / model_type).is_quantized is packs
 
 
 def test_mxfp4_experts_count_as_the_weights_they_are_and_do_not_stay_packed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvboost import GenerationMode, KVBoost, SpanKind, StockModel, UnsupportedMo
 from kvboost.model import triton
 from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.model.execution.segment import Segment
+from kvboost.model.fit.features import features
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.unsupported import WHY_NOT
 from support.adapters import check_merged
@@ -31,6 +32,7 @@ from support.tiny import (
     DEVICE,
     OTHER_MODELS,
     SEEING,
+    TEXT_PARTS,
     any_model,
     make_engine,
     random_ids,
@@ -56,7 +58,7 @@ def test_every_language_model_of_transformers_is_in_one_table() -> None:
         "model/loading/unsupported.py why not"
     )
     tested = {name.split("-")[0] for name in [*ALL_MODELS, *SEEING]} | set(FAMILIES)
-    tested |= {*HYBRIDS, *SEEING_HYBRIDS}
+    tested |= {*HYBRIDS, *SEEING_HYBRIDS, *TEXT_PARTS}
     assert set(ARCHITECTURES) == tested
 
 
@@ -85,12 +87,15 @@ def test_family(name: str, tmp_path: Path) -> None:
         pytest.skip("transformers has it since 5.22")
     model = family_model(name) if name in HERE else any_model(name)
     stock = StockModel(copy.deepcopy(model))
-    with make_engine(model, strict=name not in OTHER_MODELS) as engine:
+    says = features(model.config)
+    with make_engine(model, strict=says.exact == "yes") as engine:
         check_exact_reuse(engine, stock)
-        if name not in OTHER_MODELS:
+        assert (says.moved == "yes") == (name not in OTHER_MODELS)
+        if says.moved == "yes":
             check_moved_reuse(engine, stock)
             check_moved_keys(engine)
-        if name not in ("bloom", "mpt"):  # requests with ALiBi are not packed
+        assert (says.batch == "yes") == (name not in ("bloom", "mpt"))
+        if says.batch == "yes":
             check_packed_rows(engine, stock)
         if name not in (*SEEING, *ADAPTED):
             check_adapters(engine, stock, tmp_path)
@@ -178,6 +183,7 @@ def _linears(module: nn.Module) -> list[str]:
         ("phimoe", WINDOW),
         ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
         ("qwen2_moe", {**WINDOW, "use_sliding_window": False}),
+        ("olmoe", {**WINDOW, "head_dim": 8}),  # its config tells one, and its mask has none
     ],
 )
 def test_a_window_that_only_the_mask_tells(name: str, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvboost.model.loading.load import load
 from kvboost.model.quantized import products
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.safetensors import SafetensorsCheckpoint
+from kvboost.model.quantized.source import find_filled
 from support.tiny import byte_tokenizer, tiny_model
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -133,6 +135,27 @@ def test_a_folder_becomes_a_model(tmp_path, monkeypatch) -> None:
     with torch.inference_mode():
         expected = model(ids).logits
         assert torch.allclose(loaded(ids).logits, expected, atol=1e-4 * float(expected.max()))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "have experts, whose quantised weights"),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 4}}, "have experts"),
+        ({"model_type": "gpt_neox"}, "have other names in files"),
+    ],
+)
+def test_folders_that_transformers_rearranges_are_left_to_it(
+    tmp_path: Path, config: dict[str, Any], why: str
+) -> None:
+    quantization = {"quant_method": "awq", "bits": 4}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization})
+    )
+    place = (tmp_path, None, {}, torch.device("cpu"), torch.float32)
+    with pytest.raises(ModelError, match=f"{why}.*weights='plain' leaves them to transformers"):
+        find_filled("packed", *place)
+    assert find_filled("auto", *place) is None
 
 
 def test_long_groups_are_cut(tmp_path) -> None:

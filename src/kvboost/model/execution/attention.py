@@ -34,6 +34,9 @@ NAME = "kvboost"
 ALONE = "kvboost_alone"
 WINDOWS_IN_MASKS = ("llama4_text", "phimoe", "qwen2_moe")
 """Model types whose layers have windows and do not pass them on to their attention."""
+IGNORES_WINDOW = "olmoe"
+"""A model type that passes the window in its config on, while its mask lets rows see all of the
+text: those are its answers, and only kernels that get no mask would give others."""
 BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` which batch and layer they belong to.
 Keyword arguments of the model's call would be the ordinary way, but not every architecture passes
@@ -178,7 +181,7 @@ def attend(
         out = own.attend(batch, layer, query, key, scale)
         batch.pause()
         return out, None
-    window = sliding_window or _window_in_mask(module)
+    window = _window_of(module, sliding_window)
     # A rank of a model that is split has the sinks of its heads, as part of all of them.
     to_local = getattr(s_aux, "to_local", None)
     sinks = s_aux if to_local is None else to_local()
@@ -205,12 +208,14 @@ def attend_alone(
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
-def _window_in_mask(module: torch.nn.Module) -> int | None:
-    """The window of a layer that passes it on in a mask only, which we never see."""
+def _window_of(module: torch.nn.Module, passed: int | None) -> int | None:
+    """The window in a layer's mask, which we never see; most layers have also ``passed`` it on."""
     config: Any = getattr(module, "config", None)
     kind = getattr(config, "model_type", None)
-    if kind not in WINDOWS_IN_MASKS:
+    if kind == IGNORES_WINDOW:
         return None
+    if passed or kind not in WINDOWS_IN_MASKS:
+        return passed
     kinds: Any = getattr(config, "layer_types", None)
     of_layer = kinds[module.layer_idx] if kinds else "sliding_attention"
     if of_layer == "chunked_attention":

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.errors import ModelError, ModelNotFoundError
+from kvboost.model.fit.features import Features, features_in, why_unsupported
 from kvboost.model.fit.states import layers_with_rows, state_numbers
 from kvboost.model.loading import weights
-from kvboost.model.loading.compat import ARCHITECTURES, what_is_reused
+from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.unsupported import WHY_NOT
+from kvboost.model.quantized.source import method_in
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 _HEADS = ("lm_head.weight", "output.weight")
@@ -27,6 +29,7 @@ _CODES = {"I32": 4, "U8": 1, "I8": 1}
 """Types of tensors that hold codes of weights, with their bytes."""
 _CODED = ("weight", "_blocks")
 """The endings of their names; the latter in MXFP4."""
+_PLAIN = {"F32", "F16", "BF16", "F64"}
 _MOST_HEADER = 100 << 20
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -64,6 +67,8 @@ class ModelHeader:
     states: tuple[int, int] | None = None
     """The numbers that convolutions and recurrent layers hold for one text; None if there are no
     such layers, or the header does not say."""
+    features: Features | None = None
+    """What KVBoost does with it; None if it is not supported, or the header does not say."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -72,9 +77,9 @@ class ModelHeader:
         return None if self.states is None else 2 * self.states[0] + 4 * self.states[1]
 
     @property
-    def reused(self) -> str | None:
-        """Which of its text is reused, or why none is."""
-        return None if self.model_type is None else what_is_reused(self.model_type)
+    def unsupported(self) -> str | None:
+        """Why its family is not supported; None if it is, or the header does not say what it is."""
+        return None if self.model_type is None else why_unsupported(self.model_type)
 
     @property
     def parameters(self) -> int:
@@ -142,6 +147,8 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         width = numbers["embedding_length"] // max(1, numbers["head_count"])
     layers = numbers.get("block_count", 0)
     kinds = {tensor.kind for tensor in tensors}
+    model_type = _type_of_gguf(index.architecture)
+    features = _features({"model_type": model_type})
     return ModelHeader(
         name=index.path.name,
         architecture=index.architecture,
@@ -149,8 +156,9 @@ def from_gguf(index: GgufIndex) -> ModelHeader:
         layers=layers,
         kv_numbers=2 * layers * heads * width if heads and width else None,
         context=numbers.get("context_length"),
-        is_quantized=not kinds <= {"F32", "F16", "BF16", "F64"},
-        model_type=_type_of_gguf(index.architecture),
+        is_quantized=not kinds <= _PLAIN and _stays_packed("GGUF", features),
+        model_type=model_type,
+        features=features,
     )
 
 
@@ -245,6 +253,7 @@ def _from_config(
     layers = _first(text, _NUM_LAYERS)
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
     keeps_latents = architecture is not None and architecture.latent
+    features = _features(config)
     return ModelHeader(
         name=name,
         architecture=str(text.get("model_type", "unknown")),
@@ -255,9 +264,22 @@ def _from_config(
         ),
         states=state_numbers(config),
         context=_first(text, _CONTEXT),
-        is_quantized=method is not None and method.get("quant_method") != "mxfp4",
+        is_quantized=_stays_packed(method_in(config), features),
         model_type=config.get("model_type"),
+        features=features,
     )
+
+
+def _stays_packed(source: str | None, features: Features | None) -> bool:
+    """Whether weights from a GGUF file, or quantised by a method, can stay packed."""
+    return source is not None and features is not None and source in features.packed
+
+
+def _features(config: Mapping[str, Any]) -> Features | None:
+    model_type = config.get("model_type")
+    if model_type is None or why_unsupported(model_type) is not None:
+        return None
+    return features_in(config)
 
 
 def _kv_numbers(text: Mapping[str, Any], layers: int | None, *, keeps_latents: bool) -> int | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.loading.unsupported import WHY_NOT
-from kvboost.model.vision.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,7 +53,7 @@ NO_POSITIONS = Architecture(Positions.NONE, packed=False, states=True)
 _MODEL_TYPES = {
     ROPE: (
         "afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 "
-        "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text "
+        "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n "
         "gemma3n_text gemma4 gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite granite_swa "
         "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
         "hyperclovax idefics3 internvl jais2 kolibri1 llama llama4 llama4_text mellum minimax_m2 "
@@ -73,8 +72,8 @@ _MODEL_TYPES = {
     ),
     NO_POSITIONS: "jamba nemotron_h zamba",
 }
-"""``internvl`` is how transformers ships the InternLM family. Of Kimi K2.5 and Qwen3.5, only text
-is supported."""
+"""``internvl`` is how transformers ships the InternLM family. Of Gemma 3n, Kimi K2.5 and
+Qwen3.5, only text is supported."""
 
 ARCHITECTURES = {name: kind for kind, names in _MODEL_TYPES.items() for name in names.split()}
 """By model type."""
@@ -136,21 +135,6 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
     ]
     switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
     return Support(model_type, architecture, min(limits, default=None), switches)
-
-
-def what_is_reused(model_type: str) -> str:
-    """Says in words which text of a model type is reused, or why none is."""
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
-        return f"not supported: it {WHY_NOT.get(model_type, NEW)}"
-    if architecture.why_exact_only is None:
-        images = ", and so are images" if model_type in FAMILIES else ""
-        return f"exact and moved text is reused{images}"
-    if architecture.states:
-        return (
-            f"exact text is reused up to the nearest kept states: it {architecture.why_exact_only}"
-        )
-    return f"only exact text is reused, with strict=False: it uses {architecture.positions.value}"
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

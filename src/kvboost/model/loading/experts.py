@@ -9,10 +9,16 @@ NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 
 
+def num_experts(text: Any) -> int | None:
+    """The number of experts of a layer, from the config of a model's text part; None if it has
+    none."""
+    return _first(text, NUMBERS)
+
+
 def chosen_share(config: Any) -> Fraction:
     """The share of the experts that a row is sent through; 1 if that is not known."""
     text = config.get_text_config()
-    number, chosen = (_first(text, names) for names in (NUMBERS, CHOSEN))
+    number, chosen = num_experts(text), _first(text, CHOSEN)
     return Fraction(min(chosen, number), number) if number and chosen else Fraction(1)
 
 

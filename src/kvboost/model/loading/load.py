@@ -190,15 +190,23 @@ def read(
             check(config, strict=strict)  # before it spends minutes on weights
             if source.gguf and not hf_kwargs:  # otherwise transformers parses it again, in seconds
                 files["config"] = config
-            options = {**_adapter_files(files), **hf_kwargs, **files}
+            options = {**_adapter_files(files), **hf_kwargs, **files, **_text_part(config)}
             with weights.quiet_transformers():
-                model = _auto_class(config).from_pretrained(
-                    source.place, dtype=chosen_dtype, **options
-                )
+                kind = _auto_class(options.get("config", config))
+                model = kind.from_pretrained(source.place, dtype=chosen_dtype, **options)
             if method_in(vars(config)) == "mxfp4" and not getattr(model, "is_quantized", False):
                 _finish_expanding(model, chosen_dtype)
             tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
+
+
+def _text_part(config: PretrainedConfig) -> dict[str, Any]:
+    """The options with which transformers loads the text part of a Gemma 3n: the whole model needs
+    the package timm. Empty for other models, of which transformers chooses a class."""
+    if config.model_type != "gemma3n":
+        return {}
+    names = {r"^model\.language_model\.": "model."}
+    return {"config": config.get_text_config(), "key_mapping": names}
 
 
 def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ _MODEL_TYPES = {
     ),
     "keeps entries that hold several tokens each": "deepseek_v4",
     "reads or writes images or sound beside text, or bytes in patches": (
-        "gemma3n gemma4_unified blt cohere_compass_text emu3 fuyu git got_ocr2 mllama moshi "
+        "gemma4_unified blt cohere_compass_text emu3 fuyu git got_ocr2 mllama moshi "
         "moss_transcribe_diarize phi4_multimodal"
     ),
     "has not been tried yet": "gemma4_unified_text",

@@ -27,6 +27,8 @@ from kvboost.model.quantized.layers import Rows
 from kvboost.model.quantized.weight import QuantizedWeight
 
 METHODS = ("awq", "gptq", "compressed-tensors")
+RENAMED = ("gemma3", "gemma3n", "gpt_neox", "internvl", "mistral3", "qwen2_5_vl")
+"""Model types whose tensors have other names in files than in transformers."""
 WIDEST_GROUP = 256
 """Scales of longer groups are repeated."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 
 from kvboost.errors import ModelError
 from kvboost.model.loading.compat import ARCHITECTURES
+from kvboost.model.loading.experts import num_experts
 from kvboost.model.loading.gguf import GgufIndex
 from kvboost.model.loading.gguf_folder import CONFIG, described_folder
 from kvboost.model.loading.weights import quiet_transformers
@@ -28,7 +30,7 @@ from kvboost.model.quantized.build import build
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.gguf_weights import GgufCheckpoint, can_place, why_not_packed
 from kvboost.model.quantized.products import is_fast
-from kvboost.model.quantized.safetensors import METHODS, SafetensorsCheckpoint
+from kvboost.model.quantized.safetensors import METHODS, RENAMED, SafetensorsCheckpoint
 from kvboost.model.streaming.parking import Parking
 
 UNUSED_OPTIONS = ("device_map", "max_memory", "offload_folder", "quantization_config", "variant")
@@ -140,7 +142,7 @@ def _why_not(
         )
     method = method_in(config)
     if method in METHODS:
-        return None
+        return _why_not_folder(config)
     if method is None:
         return (
             "weights='packed' needs a quantised model: a GGUF file, or a folder whose config.json "
@@ -150,6 +152,23 @@ def _why_not(
         f"the weights are quantised by {method!r}, and those of {', '.join(METHODS)} stay packed; "
         "weights='plain' leaves them to transformers"
     )
+
+
+def _why_not_folder(config: Mapping[str, Any]) -> str | None:
+    """Why the weights of a folder with this config.json cannot stay packed, quantised as they are
+    by a method that can; None if they can."""
+    model_type, remedy = config.get("model_type"), "weights='plain' leaves them to transformers"
+    if num_experts(SimpleNamespace(**{**config, **(config.get("text_config") or {})})):
+        return (
+            f"layers of model type {model_type!r} have experts, whose quantised weights do not "
+            f"stay packed; {remedy}"
+        )
+    if model_type in RENAMED:
+        return (
+            f"tensors of model type {model_type!r} have other names in files than in transformers, "
+            f"and do not stay packed; {remedy}"
+        )
+    return None
 
 
 def _trust(options: Mapping[str, Any]) -> dict[str, bool]:
