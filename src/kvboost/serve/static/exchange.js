@@ -19,7 +19,7 @@ export class Exchange {
   ask(added, request, compare, signal) {
     const turn = newTurn(added, request, compare ? "compared" : "plain");
     return this.answer(turn, signal, async (view) => {
-      this.hooks.say(compare ? "1 of 2: with reuse" : "Reading the prompt");
+      this.hooks.say(compare ? "1 of 2: with reuse" : "Answering");
       await this.stream(turn, "answer", request, view, signal);
       if (!compare) return;
       this.hooks.say("2 of 2: without reuse");
