@@ -28,17 +28,24 @@ class Role(enum.Enum):
 
 
 @dataclass
-class Window:
+class Full:
+    """A group of layers that see all rows."""
+
+    block_size: int = PAGE
+
+
+@dataclass
+class Window(Full):
     """A group of layers that see a window only."""
 
-    sliding_window: int
+    sliding_window: int = 0
 
 
 @dataclass
 class States:
     """A group of layers with states."""
 
-    block_size: int
+    block_size: int = PAGE
 
 
 class Base:
@@ -109,13 +116,13 @@ class Scheduler:
         groups = [
             SimpleNamespace(
                 layer_names=[f"layers.{number}"],
-                kv_cache_spec=None if window is None else Window(window),
+                kv_cache_spec=Full() if window is None else Window(sliding_window=window),
             )
             for number, window in enumerate(windows)
         ]
         if has_states:
             names = [f"layers.{len(groups)}"]
-            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=States(PAGE)))
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=States()))
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.connector = connector.KVBoostConnector(config, Role.SCHEDULER, caches)
         self.pool = Pool()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from kvboost.integrations.vllm.states import StatePages
 from kvboost.model import triton
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
-from support.connectors import connector
+from support.connectors import Full, connector
 from support.made_up_pages import BLOCKS, DIM, KV_HEADS, LAYERS, PAGE, make_pages
 
 __all__ = ["connector"]
@@ -98,6 +99,24 @@ def test_rows_for_which_there_is_no_memory_are_gone(
     worker.keep([Keep(infos, ((5, 1, 3, 2),))])
     worker._thread.shutdown()
     assert not kept and worker._report.gone == {info.key for info in infos}
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_nothing_is_reused_where_the_attention_kernel_splits_pages(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, split: int
+) -> None:
+    """Loads would write into the pages of other requests."""
+    module = sys.modules[connector.Worker.__module__]
+    monkeypatch.setattr(module, "find_runner", lambda: None)
+    pages = make_pages()
+    layers = {f"layers.{number}": layer for number, layer in enumerate(pages.layers)}
+    group = SimpleNamespace(layer_names=list(layers), kv_cache_spec=Full(split * PAGE))
+    groups = Groups.of(SimpleNamespace(kv_cache_groups=[group]))  # type: ignore[arg-type]
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    worker = connector.Worker(config, Options.parse({}), None, groups)
+    worker.register(dict(zip(layers, pages.caches, strict=True)))
+    assert (worker._pages is None) == (split > 1)
+    assert (f"kernel pages of {PAGE}" in worker._problem) == (split > 1)
 
 
 # Several groups of layers.

@@ -24,8 +24,8 @@ Tables = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Groups:
     """``windows`` has the rows that each group keeps, None for all; ``names`` its layers. The
-    groups whose numbers are ``with_states`` have states and no rows; then ``page`` is the number of
-    rows in a page, for which vLLM may have chosen another than was asked for."""
+    groups whose numbers are ``with_states`` have states and no rows. ``page`` is the number of rows
+    in a page, for which vLLM may have chosen another than was asked for; None without groups."""
 
     windows: tuple[int | None, ...]
     names: tuple[tuple[str, ...], ...]
@@ -45,7 +45,7 @@ class Groups:
             ),
             tuple(tuple(group.layer_names) for group in groups),
             with_states,
-            specs[with_states[0]].block_size if with_states else None,
+            specs[0].block_size if specs else None,
         )
 
     @property

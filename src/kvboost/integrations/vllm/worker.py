@@ -36,13 +36,13 @@ from kvboost.integrations.vllm import check, rope
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
-from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.pages import Pages, check_sizes, tensors_of
 from kvboost.integrations.vllm.placing import place, rows_of
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
-from kvboost.integrations.vllm.states import StatePages, check_sizes, tensors_of
+from kvboost.integrations.vllm.states import StatePages
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.integrations.vllm.taking import (
     COPIED_ROWS,
