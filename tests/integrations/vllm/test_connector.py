@@ -135,6 +135,16 @@ def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> N
     scheduler.connector.shutdown()
 
 
+def test_rows_that_were_computed_before_a_reset_are_not_kept(scheduler: Scheduler) -> None:
+    running, waiting = scheduler.begin("a", text(1)), scheduler.begin("b", text(2))
+    waiting.num_computed_tokens = 0
+    scheduler.connector.reset_cache()
+    waiting.num_computed_tokens = waiting.num_prompt_tokens
+    scheduler.end(running)
+    pages = scheduler.end(waiting)
+    assert [keep.tables for keep in scheduler.step().keeps] == [(tuple(pages),)]
+
+
 def test_nothing_is_put_off_where_others_read_what_is_kept(connector: Any, tmp_path: Path) -> None:
     scheduler = Scheduler(connector, disk_cache_dir=str(tmp_path / "chunks"))
     crowd(scheduler)

@@ -333,11 +333,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """Forgets everything, also what waits for pages: the weights may be others now."""
+        """Forgets everything, what waits for pages and what requests have computed so far too: the
+        weights may be others now."""
         self._keeping.finish_ended()
         self._keeping.later.forget()
         for served in self._served.values():
             self._let_go(served)
+            served.is_kept &= not served.request.num_computed_tokens
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True

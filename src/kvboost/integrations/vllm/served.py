@@ -26,7 +26,7 @@ class Served:
     error: str = ""
     """Why what it asks could not be read."""
     is_kept: bool = True
-    """False if something under its salt was forgotten when it ran."""
+    """False if something under its salt was forgotten when it ran, or everything."""
     planned: tuple[object, Load | None] = (None, None)
     """Its load, after what it was planned for."""
     fetched: Load | None = None
