@@ -120,6 +120,20 @@ def test_a_load_ends_it(scheduler: Scheduler) -> None:
     assert len(scheduler.step(1).keeps) == 1
 
 
+def test_a_load_that_vllm_does_without_leaves_nothing_behind(connector: Any) -> None:
+    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_strategy="none")
+    scheduler.end(scheduler.begin("a", text(1)))
+    scheduler.step()
+    request = scheduler.begin("b", text(2) + text(1) + text(3))
+    hashes = list(request.block_hashes)
+    assert scheduler.known(request) and request.block_hashes != hashes  # its pages were approximate
+    scheduler.connector.update_state_after_alloc(request, Blocks([]), 0)
+    assert request.block_hashes == hashes and not scheduler.step().loads
+    scheduler.end(request)
+    (keep,) = scheduler.step().keeps
+    assert sum(info.num_tokens for info in keep.infos) == 600
+
+
 def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> None:
     staying = crowd(scheduler)
     put_off(scheduler, 50_000, "mine")
@@ -288,6 +302,18 @@ def test_chunks_that_wait_for_pages_are_let_go_by_a_reset(
     windowed.connector.reset_cache()
     assert matched(request, 0) == (0, False)
     assert windowed.step().cancelled == ["b"]
+
+
+def test_chunks_of_a_load_that_vllm_does_without_are_let_go(
+    windowed: Scheduler, connector: Any
+) -> None:
+    request, matched = wait_for_chunks(windowed)
+    windowed.step()
+    report(windowed, connector, fetched={("b", 0)})
+    assert matched(request, 0) == (144, True)
+    windowed.connector.update_state_after_alloc(request, Blocks([], []), 0)
+    step = windowed.step()
+    assert step.cancelled == ["b"] and not step.loads and windowed.connector._held_rows == 0
 
 
 def test_what_follows_rows_that_nobody_has_is_not_kept(windowed: Scheduler) -> None:

@@ -213,16 +213,21 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        served = self._of(request)
+        served, request_id = self._of(request), request.request_id
         _, load = served.planned
         if load is not None and num_external_tokens:
             last = load.end // self._page
             tables = tuple(tuple(table[:last]) for table in blocks.get_block_ids())
             served.load, served.is_loading = replace(load, tables=tables), True
             self._hold(served, None)
-            self._tally.start(request.request_id)
+            self._tally.start(request_id)
             self._keeping.later.on_load()
             self._step.loads.append(served.load)
+        elif load is not None:  # vLLM goes on without it
+            self._let_go(served)
+            branch = self._branches.of(request_id)
+            if branch is not None and branch.first * self._page >= load.first:
+                self._branches.leave(request_id, request.block_hashes)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
