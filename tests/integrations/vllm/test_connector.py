@@ -273,8 +273,24 @@ def test_requests_wait_while_much_is_held_for_others(
 
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
     request, matched = wait_for_chunks(windowed)
-    report(windowed, connector, failed={"b"})
+    report(windowed, connector, failed={("b", 0)})
     assert matched(request, 0) == (0, False) and not windowed.step().loads
+
+
+def test_what_failed_is_the_load_that_is_meant(windowed: Scheduler, connector: Any) -> None:
+    request, matched = wait_for_chunks(windowed)
+    windowed.step()
+    assert matched(request, 32) == (None, False)  # vLLM has found rows of it
+    report(windowed, connector, failed={("b", 0)})  # of the load before
+    assert matched(request, 32) == (None, False)
+    report(windowed, connector, fetched={("b", 32)})
+    assert matched(request, 32) == (112, True)
+    windowed.connector.update_state_after_alloc(request, Blocks(*tables(1, 200)), 112)
+    report(windowed, connector, failed={("b", 0)})
+    output = {"kv_connector_worker_meta": None, "finished_recving": {"b"}}
+    windowed.connector.update_connector_output(SimpleNamespace(**output))
+    _, said = windowed.connector.request_finished_all_groups(request, tables(1, 200))
+    assert said == {"kvboost": {"exact_tokens": 112, "moved_tokens": 0, "recomputed_tokens": 0}}
 
 
 def test_chunks_are_let_go_when_another_load_is_needed(windowed: Scheduler, connector: Any) -> None:

@@ -187,7 +187,7 @@ def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
         worker.step(connector.Step())
         if (more := worker_report(worker)) is not None:
             said = said.aggregate(more)
-    assert said.fetched == {("found", 0)} and said.failed == {"lost"}
+    assert said.fetched == {("found", 0)} and said.failed == {("lost", 12)}
     load = replace(found, tables=((5, 1, 3), (6, 4, 2)))
     assert worker.step(connector.Step(loads=[load])) == {"found"}
     assert (rows_of(worker._pages, load.tables, 24) == 1).all() and not worker._held
@@ -264,7 +264,7 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
     if not is_whole:  # another process has stored the last chunk without states
         worker._thread.shutdown()
         assert dropped == [infos[-1].key] and worker._report.gone == {infos[-1].key}
-        assert worker._report.failed == {"a"}
+        assert worker._report.failed == {("a", 0)}
         return
     assert worker.step(connector.Step(loads=[load])) == {"a"}
     assert (rows_of(worker._pages, ((5, 1, 3),) * 2, 24) == 1).all()

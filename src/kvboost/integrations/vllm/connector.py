@@ -255,11 +255,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._commands.hear(report.replies)
             for request_id in self._served.keys() & report.recomputed.keys():
                 self._served[request_id].recomputed = report.recomputed[request_id]
-            for request_id in self._served.keys() & {one for one, _ in report.fetched}:
-                self._served[request_id].on_fetched(report.fetched)
-            for request_id in self._served.keys() & report.failed:
-                self._served[request_id].has_failed = True
-                self._give_up_fetching(self._served[request_id])
+            for name in report.fetched:
+                if (served := self._served.get(name[0])) is not None:
+                    served.is_fetched |= served.waits_for(name)
+            for name in report.failed:
+                if (served := self._served.get(name[0])) is not None:
+                    served.has_failed |= served.loads(name)
+                    if served.waits_for(name):
+                        self._give_up_fetching(served)
         for request_id in connector_output.finished_recving or ():
             served = self._served.get(request_id)
             if served is not None and served.is_loading and served.load is not None:

@@ -78,6 +78,11 @@ class Load:
     copies: tuple[tuple[Hit, ...], ...] = ()
 
     @property
+    def name(self) -> tuple[str, int]:
+        """Its request and first row: if vLLM finds other rows, a request has another load."""
+        return self.request_id, self.first
+
+    @property
     def hits(self) -> tuple[Hit, ...]:
         """All of them but the copies, in order."""
         return (*self.in_place, *(hit for run in self.moved for hit in run.hits))

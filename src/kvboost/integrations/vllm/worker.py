@@ -250,9 +250,9 @@ class Worker:
             next(fetching)
         except StopIteration as end:
             self._held[request_id] = end.value
-            self._report.fetched.add((request_id, load.first))
+            self._report.fetched.add(load.name)
         except Lost:
-            self._report.failed.add(request_id)
+            self._report.failed.add(load.name)
         else:
             return
         del self._fetching[request_id]
@@ -315,7 +315,7 @@ class Worker:
             return rows, True
         except Lost:
             self._failed_pages.update(load.tables[0][load.first // self._open_pages.size :])
-            self._report.failed.add(load.request_id)
+            self._report.failed.add(load.name)
             return rows, True
 
     def _serve(self, load: Load) -> Loading:
