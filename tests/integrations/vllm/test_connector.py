@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvboost.integrations.vllm.later import MANY, USELESS
+from kvboost.integrations.vllm.planner import Hello
 from support.connectors import PAGE, Scheduler, connector
 
 __all__ = ["connector"]
@@ -385,6 +386,22 @@ def test_rows_are_kept_with_the_states_after_them(stateful: Scheduler) -> None:
     assert matched(stateful.begin("b", ids[:190]), 0) == (None, False)  # its chunks are fetched
     (load,) = stateful.step().fetches
     assert load.end == 112 and load.infos[-1].has_state
+
+
+def test_requests_wait_while_the_states_of_others_are_held(
+    stateful: Scheduler, connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "HELD_ROWS", 1200)
+    stateful.connector._planner.open([Hello("weights", "a model", 64, state_rows=1000)])
+    ids = text(1, 200)
+    stateful.begin("a", ids)
+    stateful.step(192, new={"a": ((list(range(1, 13)), [*states_at(192)]), 0)})
+    waiting = [stateful.begin(name, ids + text(2)) for name in "bcd"]
+    assert [stateful.known(request) for request in waiting] == [0, 0, 0]
+    assert [load.request_id for load in stateful.step().fetches] == ["b", "c"]
+    for request in waiting:
+        stateful.end(request)
+    assert stateful.connector._held_rows == 0
 
 
 def test_states_are_not_kept_of_what_is_forgotten(stateful: Scheduler) -> None:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 HELD_ROWS = 65_536
-"""With so many rows in chunks that are held for requests without pages, others wait: all that wait
-would need more memory than the cache may have."""
+"""With so many rows in chunks that are held for requests without pages, or states of their size,
+others wait: all that wait would need more memory than the cache may have."""
 
 logger = init_logger("vllm.kvboost")
 
@@ -85,7 +85,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: BlockPool | None = None
         self._served: dict[str, Served] = {}
         self._held_rows = 0
-        """Of loads whose chunks the workers hold, or are about to, without pages for them."""
+        """Of loads whose chunks the workers hold, or are about to, without pages for them. States
+        count as the rows that take as much memory."""
         self._step = Step()
         # What is on disk or remote also serves others, and routers are told what is kept.
         engine = self._options.engine
@@ -185,7 +186,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _hold(self, served: Served, load: Load | None) -> None:
         for one, sign in ((served.fetched, -1), (load, 1)):
-            self._held_rows += 0 if one is None else sign * (one.end - one.first)
+            if one is not None:
+                self._held_rows += sign * (one.end - one.first + self._planner.state_rows)
         served.fetched, served.is_fetched = load, False
 
     def _let_go(self, served: Served) -> None:

@@ -162,6 +162,8 @@ class Planner:
             self.chunk_size = max(page, size - size % page)
         self.state_every = self.chunk_size
         """So many rows apart states are kept, at least."""
+        self.state_rows = 0
+        """So many rows take as much memory as the states that a load needs."""
         self._index: Index | None = None
         self._cost = CostModel(attention_share=1e-4)
         self._moves = False
@@ -183,8 +185,9 @@ class Planner:
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
         chunk_size, page = self.chunk_size, self._page
+        self.state_rows = workers[0].state_rows
         # So that they take no more memory than rows do.
-        self.state_every = max(chunk_size, -(-workers[0].state_rows // page) * page)
+        self.state_every = max(chunk_size, -(-self.state_rows // page) * page)
         index = self._index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),
