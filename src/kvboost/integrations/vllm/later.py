@@ -32,7 +32,8 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that has ended, or of which rows leave a window. ``request`` is vLLM's."""
+    """A request that has ended, or of which rows leave a window or states are kept while it runs.
+    ``request`` is vLLM's."""
 
     request: Any
     prompt: TokenIds | None
@@ -44,7 +45,7 @@ class Ended:
     exact_pages: int
     """The first pages, whose hashes are those of exact rows."""
     first: int = 0
-    """Rows before it are not in its pages any more."""
+    """Rows before it are stored, and need not be in its pages any more."""
 
     @property
     def hashes(self) -> Sequence[Any]:
