@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
+from kvboost.cache.data import ChunkData
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.mixed import states_of, with_states
 from kvboost.cache.quantize import PLAIN, Quantizer, plain
+from kvboost.cache.tiers.open import open_tiers
+from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
@@ -117,6 +120,20 @@ def test_nothing_is_reused_where_the_attention_kernel_splits_pages(
     worker.register(dict(zip(layers, pages.caches, strict=True)))
     assert (worker._pages is None) == (split > 1)
     assert (f"kernel pages of {PAGE}" in worker._problem) == (split > 1)
+
+
+def test_what_the_tiers_hold_is_told_when_it_has_changed(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    worker._config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
+    tiers = open_tiers(EngineConfig(max_cache_bytes=1 << 20), torch.device("cpu"))
+    worker._data = ChunkData(tiers)
+    assert worker.take_report().tiers[1]["ram"].chunks == 0
+    assert worker.take_report() is None
+    worker.keep([Keep(infos_of(0, 31), ((5, 1, 3, 2),))])
+    worker._thread.shutdown()
+    assert worker.take_report().tiers[1]["ram"].chunks == 3
+    assert worker.take_report() is None
+    worker._data.close()
 
 
 # Several groups of layers.

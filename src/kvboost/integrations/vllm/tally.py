@@ -82,11 +82,13 @@ class Tally:
     def take(self, chunks: int) -> dict[str, Any] | None:
         """The changes since the last call, in the form that :func:`merge` takes; None if
         nothing has. ``chunks`` are stored now."""
-        new, self._new = self._new, {}
         now = {"chunks": chunks, "tiers": self._tiers}
+        if not self._new and now == self._told:
+            return None
+        new, self._new = self._new, {}
         new |= {name: value for name, value in now.items() if self._told.get(name) != value}
-        self._told |= now
-        return new or None
+        self._told = now
+        return new
 
     def totals(self) -> dict[str, Any]:
         """Everything since the start."""

@@ -30,7 +30,6 @@ from kvboost.cache.mixed import AnyFormat, MixedFormat, states_of
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.states import rows_only
 from kvboost.cache.tiers.open import open_tiers
-from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, rope
 from kvboost.integrations.vllm.groups import Groups
@@ -99,7 +98,8 @@ class Worker:
         """Chunks of loads for which vLLM has no pages yet, by request."""
         self._failed_pages: set[int] = set()
         self._report = Report()
-        self._tiers: dict[str, TierStats] = {}
+        self._filled: list[tuple[int, int]] = []
+        """What the tiers held when the scheduler was last told."""
         self._orders: dict[str, Future[Reply]] = {}
         self._thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
@@ -276,18 +276,21 @@ class Worker:
         return failed
 
     def take_report(self) -> Report | None:
-        report, self._report = self._report, Report()
+        report = self._report
         if (repairer := self._repairer) is not None:
             report.recomputed, repairer.recomputed = repairer.recomputed, {}
             report.measured, repairer.measured = repairer.measured, []
         if self._pages is not None:
             report.gone.update(self._data.take_gone())
-            if (tiers := self._data.stats()) != self._tiers:
-                self._tiers = tiers
-                report.tiers = {self._config.parallel_config.rank: tiers}
+            if (filled := self._data.filled()) != self._filled:
+                self._filled = filled
+                report.tiers = {self._config.parallel_config.rank: self._data.stats()}
             for request_id in [one for one, reply in self._orders.items() if reply.done()]:
                 report.replies[request_id] = [self._orders.pop(request_id).result()]
-        return None if report == Report() else report
+        if not any(vars(report).values()):
+            return None
+        self._report = Report()
+        return report
 
     def close(self) -> None:
         if self._pages is not None and hasattr(self, "_data"):
