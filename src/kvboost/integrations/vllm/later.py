@@ -24,7 +24,7 @@ MANY, FEW = 4, 2
 time for those that were put off."""
 USELESS = 32
 """So many requests have ended since one has loaded something."""
-SAMPLE = 8
+SAMPLE = 32
 """One of so many is kept all the same: otherwise none could ever load anything."""
 REMEMBERED = 64
 """Requests; the oldest are dropped first."""
@@ -69,7 +69,7 @@ class Later:
         self._page = page
         self._count = count
         self._is_on = is_on
-        self._remembered: dict[bytes, Ended] = {}
+        self._remembered: dict[Any, Ended] = {}
         """By the hash of the last exact page, which names all rows before it; the newest last."""
         self._useless = 0
 
@@ -88,10 +88,9 @@ class Later:
         is_crowded = self._is_on and num_requests >= MANY and self._useless >= USELESS
         if not (is_crowded and is_named) or self._useless % SAMPLE == 0:
             return False
-        for last, earlier in list(self._remembered.items()):
-            if (length := earlier.exact_pages) <= len(hashes) and bytes(hashes[length - 1]) == last:
-                del self._remembered[last]  # the same conversation, which has gone on
-        self._remembered[bytes(hashes[-1])] = ended
+        for earlier in self._remembered.keys() & hashes:
+            del self._remembered[earlier]  # the same conversation, which has gone on
+        self._remembered[hashes[-1]] = ended
         if len(self._remembered) > REMEMBERED:
             self._drop(next(iter(self._remembered)))
         return True
@@ -124,7 +123,7 @@ class Later:
             if salt is None or ended.salt == salt:
                 self._drop(last)
 
-    def _drop(self, last: bytes) -> None:
+    def _drop(self, last: Any) -> None:
         del self._remembered[last]
         self._count("dropped")
 

@@ -68,7 +68,8 @@ class Tally:
 
     def put_off(self, outcome: str) -> None:
         """A request whose rows were to be kept later has been ``kept`` or ``dropped``."""
-        merge(self._new, {"put_off": {outcome: 1}})
+        counted = self._new.setdefault("put_off", {})
+        counted[outcome] = counted.get(outcome, 0) + 1
 
     def hear(self, tiers: Mapping[int, Mapping[str, TierStats]]) -> None:
         """The present contents of some workers' tiers, by the worker's rank."""
