@@ -132,9 +132,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         asked = served.asked
         if asked.command is not None:
             self._begin(request.request_id, asked.command, served.salt)
-        if asked.mode != "repaired" or self._pool is None or not self._serves(served):
+        if not self._branches or asked.mode != "repaired" or not self._serves(served):
             return
         pool = self._pool
+        assert pool is not None
         self._branches.rejoin(
             request.request_id,
             request.block_hashes,

@@ -88,8 +88,9 @@ class Later:
         is_crowded = self._is_on and num_requests >= MANY and self._useless >= USELESS
         if not (is_crowded and is_named) or self._useless % SAMPLE == 0:
             return False
-        for earlier in self._remembered.keys() & hashes:
-            del self._remembered[earlier]  # the same conversation, which has gone on
+        for page_hash in reversed(hashes):
+            if self._remembered.pop(page_hash, None) is not None:
+                break  # it was the same conversation, which has gone on
         self._remembered[hashes[-1]] = ended
         if len(self._remembered) > REMEMBERED:
             self._drop(next(iter(self._remembered)))

@@ -37,6 +37,17 @@ class Step(KVConnectorMetadata):
     is_busy: bool = False
     """Whether other requests compute in this step."""
 
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self.loads
+            or self.fetches
+            or self.keeps
+            or self.dropped
+            or self.cancelled
+            or self.orders
+        )
+
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):

@@ -215,6 +215,8 @@ class Worker:
         """Starts the loads of a step, and goes on with all of them: to the end if there is only one
         and no other request computes, else for ``slice_rows``. Called when vLLM has launched what
         it computes in this step. Returns requests whose rows have arrived, or will not."""
+        if not (step.has_work or self._loading or self._fetching or self._passing):
+            return set()
         under_way = {*self._loading, *(load.request_id for load in step.loads)}
         for request_id in step.cancelled:
             self._loading.pop(request_id, None)
