@@ -54,8 +54,14 @@ class Base:
 
     def __init__(self, config: object, role: Role, kv_cache_config: object) -> None:
         self._role = role
+        self._connector_metadata: object = None
 
-    def bind_connector_metadata(self, metadata: object) -> None: ...
+    def bind_connector_metadata(self, metadata: object) -> None:
+        self._connector_metadata = metadata
+
+    def has_connector_metadata(self) -> bool:
+        """vLLM calls a connector for every layer if it has."""
+        return self._connector_metadata is not None
 
 
 @pytest.fixture

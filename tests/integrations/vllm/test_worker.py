@@ -27,7 +27,7 @@ from kvboost.integrations.vllm.states import StatePages
 from kvboost.model import triton
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
-from support.connectors import Full, connector
+from support.connectors import Base, Full, Role, connector
 from support.made_up_pages import BLOCKS, DIM, KV_HEADS, LAYERS, PAGE, make_pages
 
 __all__ = ["connector"]
@@ -87,6 +87,18 @@ def test_rows_are_kept_as_they_were_when_the_step_began(connector: Any, kernels:
             found = kept[info.key]
             assert found.is_contiguous()
             assert torch.equal(found, expected[:, :, :, info.base_position : info.end])
+
+
+def test_vllm_has_nothing_to_call_in_every_layer(connector: Any) -> None:
+    worker, kept = make_worker(connector, kernels=False)
+    ours = connector.KVBoostConnector.__new__(connector.KVBoostConnector)
+    Base.__init__(ours, None, Role.WORKER, None)
+    ours._worker, ours._groups = worker, worker._groups
+    ours.bind_connector_metadata(connector.Step(keeps=[Keep(infos_of(0, 31), ((5, 1, 3, 2),))]))
+    assert not ours.has_connector_metadata()
+    assert ours.get_finished(set()) == (None, None)
+    worker._thread.shutdown()
+    assert len(kept) == 3
 
 
 def test_rows_for_which_there_is_no_memory_are_gone(

@@ -397,8 +397,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.greet()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called at the start of every step, before anything is written to a page."""
-        super().bind_connector_metadata(connector_metadata)
+        """Called at the start of every step, before anything is written to a page. vLLM's own
+        reference stays empty: with one, vLLM would call us twice for every layer, for nothing."""
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
         if not self._groups.with_states:  # else the step computes what is kept
