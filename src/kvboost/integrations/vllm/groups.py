@@ -59,9 +59,9 @@ class Groups:
         return min((one for one in self.windows if one is not None), default=None)
 
     @property
-    def stateful_names(self) -> set[str]:
-        """The layers with states."""
-        return {name for number in self.with_states for name in self.names[number]}
+    def stateful(self) -> dict[str, int]:
+        """The layers with states, each with the number of its group."""
+        return {name: number for number in self.with_states for name in self.names[number]}
 
     def layers(self, targets: Mapping[str, str | None]) -> list[list[int]]:
         """The numbers of each group's layers. ``targets`` are all layers in order, each with the

@@ -125,8 +125,7 @@ class Worker:
             self._runner = find_runner()
             self._states = self._find_states(layers)
             # Several groups are not in this order.
-            stateful = self._groups.stateful_names
-            names = sorted((name for name in caches if name not in stateful), key=_layer_number)
+            names = sorted(caches.keys() - self._groups.stateful, key=_layer_number)
             shared = "kv_sharing_target_layer_name"
             self._pages = Pages(
                 {name: caches[name] for name in names},
@@ -139,15 +138,11 @@ class Worker:
             self._pages, self._problem = None, str(error)
 
     def _find_states(self, layers: Mapping[str, object]) -> StatePages | None:
-        group_of = {
-            name: number
-            for number in self._groups.with_states
-            for name in self._groups.names[number]
-        }
-        names = sorted(group_of, key=_layer_number)
+        stateful = self._groups.stateful
+        names = sorted(stateful, key=_layer_number)
         if not names:
             return None
-        return StatePages([(group_of[name], tensors_of(layers[name])) for name in names])
+        return StatePages([(stateful[name], tensors_of(layers[name])) for name in names])
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
