@@ -248,7 +248,7 @@ class Planner:
         moved_before = self._moved_before(local, total, asked)
 
         def lookup() -> KnownRows:
-            return self._lookup(index, root, ids, moved_before)
+            return self._lookup(root, ids, moved_before)
 
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
@@ -266,12 +266,11 @@ class Planner:
         index.remove([key for key in in_remote if key not in used])
         return load
 
-    def _lookup(
-        self, index: Index, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0
-    ) -> KnownRows:
+    def _lookup(self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0) -> KnownRows:
         """What is stored of ``token_ids``. Of a model with states, as far as a prompt goes on from
         the end of a page: another process may have had smaller ones."""
-        known = index.lookup(root, token_ids, moved_before=moved_before)
+        assert self._index is not None
+        known = self._index.lookup(root, token_ids, moved_before=moved_before)
         if not self._resumes:
             return known
         ends = [hit.end for hit in known.exact if hit.chunk.has_state]
@@ -332,7 +331,7 @@ class Planner:
         """How many of the first rows are stored."""
         if self._index is None:
             return 0
-        exact = self._lookup(self._index, self.root(salt), token_ids).exact
+        exact = self._lookup(self.root(salt), token_ids).exact
         return exact[-1].end if exact else 0
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:
