@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import importlib
 import logging
 import sys
@@ -28,17 +29,24 @@ class Role(enum.Enum):
 
 
 @dataclass
-class Window:
+class Full:
+    """A group of layers that see all rows."""
+
+    block_size: int = PAGE
+
+
+@dataclass
+class Window(Full):
     """A group of layers that see a window only."""
 
-    sliding_window: int
+    sliding_window: int = 0
 
 
 @dataclass
 class States:
     """A group of layers with states."""
 
-    block_size: int
+    block_size: int = PAGE
 
 
 class Base:
@@ -46,8 +54,14 @@ class Base:
 
     def __init__(self, config: object, role: Role, kv_cache_config: object) -> None:
         self._role = role
+        self._connector_metadata: object = None
 
-    def bind_connector_metadata(self, metadata: object) -> None: ...
+    def bind_connector_metadata(self, metadata: object) -> None:
+        self._connector_metadata = metadata
+
+    def has_connector_metadata(self) -> bool:
+        """vLLM calls a connector for every layer if it has."""
+        return self._connector_metadata is not None
 
 
 @pytest.fixture
@@ -109,13 +123,13 @@ class Scheduler:
         groups = [
             SimpleNamespace(
                 layer_names=[f"layers.{number}"],
-                kv_cache_spec=None if window is None else Window(window),
+                kv_cache_spec=Full() if window is None else Window(sliding_window=window),
             )
             for number, window in enumerate(windows)
         ]
         if has_states:
             names = [f"layers.{len(groups)}"]
-            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=States(PAGE)))
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=States()))
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.connector = connector.KVBoostConnector(config, Role.SCHEDULER, caches)
         self.pool = Pool()
@@ -136,7 +150,7 @@ class Scheduler:
             num_tokens=len(ids) + 1,
             num_prompt_tokens=len(ids),
             num_computed_tokens=len(ids),
-            block_hashes=[repr((salt, ids[: (one + 1) * PAGE])).encode() for one in full],
+            block_hashes=[_digest(salt, ids[: (one + 1) * PAGE]) for one in full],
             num_preemptions=0,
             skip_reading_prefix_cache=False,
             prompt_embeds=None,
@@ -186,6 +200,10 @@ class Scheduler:
                 ),
             )
         )
+
+
+def _digest(salt: str | None, ids: list[int]) -> bytes:
+    return hashlib.sha256(repr((salt, ids)).encode()).digest()
 
 
 def _hello() -> Any:

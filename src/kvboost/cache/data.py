@@ -103,6 +103,10 @@ class ChunkData:
         apart."""
         return self._residency.tier_stats()
 
+    def filled(self) -> list[tuple[int, int]]:
+        """The bytes and the chunks of each tier, for whoever asks in every step."""
+        return self._residency.filled()
+
     def remote_stats(self) -> RemoteStats | None:
         """Of the remote store, which is asked; None if there is none."""
         return self._transfers.remote_stats()

@@ -103,8 +103,9 @@ class CostModel:
     def forward(self, rows: int, keys: int) -> float:
         """The expected cost of a forward: in seconds once measured, until then in rows."""
         with self._lock:
-            coefficients = self._coefficients()
-        return float(_features(self.computed_rows(rows), keys) @ coefficients)
+            fixed, row, key = self._coefficients().tolist()
+        computed = self.computed_rows(rows)
+        return float(fixed + computed * (row + key * keys))
 
     def rows_within(self, seconds: float, keys: int) -> int | None:
         """The number of rows that a forward over ``keys`` keys computes in ``seconds``; None until

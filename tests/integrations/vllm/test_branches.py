@@ -57,6 +57,16 @@ def test_leaving_restores_the_hashes() -> None:
     assert hashes == exact(list(range(24))) and branches.of("a") is None
 
 
+def test_a_request_can_rejoin_one_that_has_ended_but_none_of_before_a_reset() -> None:
+    hashes, branches = exact(list(range(24))), Branches()
+    assert not branches
+    branches.enter("a", hashes, Branch(1, "r"))
+    branches.forget("a")
+    assert branches
+    branches.clear()
+    assert not branches
+
+
 def test_entering_again_starts_from_the_exact_hashes() -> None:
     hashes, branches = exact(list(range(24))), Branches()
     branches.enter("a", hashes, Branch(1, "r"))

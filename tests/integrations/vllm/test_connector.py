@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvboost.integrations.vllm.later import MANY, USELESS
+from kvboost.integrations.vllm.planner import Hello
 from support.connectors import PAGE, Scheduler, connector
 
 __all__ = ["connector"]
@@ -120,6 +121,20 @@ def test_a_load_ends_it(scheduler: Scheduler) -> None:
     assert len(scheduler.step(1).keeps) == 1
 
 
+def test_a_load_that_vllm_does_without_leaves_nothing_behind(connector: Any) -> None:
+    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_strategy="none")
+    scheduler.end(scheduler.begin("a", text(1)))
+    scheduler.step()
+    request = scheduler.begin("b", text(2) + text(1) + text(3))
+    hashes = list(request.block_hashes)
+    assert scheduler.known(request) and request.block_hashes != hashes  # its pages were approximate
+    scheduler.connector.update_state_after_alloc(request, Blocks([]), 0)
+    assert request.block_hashes == hashes and not scheduler.step().loads
+    scheduler.end(request)
+    (keep,) = scheduler.step().keeps
+    assert sum(info.num_tokens for info in keep.infos) == 600
+
+
 def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> None:
     staying = crowd(scheduler)
     put_off(scheduler, 50_000, "mine")
@@ -133,6 +148,16 @@ def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> N
     scheduler.connector.reset_cache()
     assert not len(scheduler.connector._keeping.later)
     scheduler.connector.shutdown()
+
+
+def test_rows_that_were_computed_before_a_reset_are_not_kept(scheduler: Scheduler) -> None:
+    running, waiting = scheduler.begin("a", text(1)), scheduler.begin("b", text(2))
+    waiting.num_computed_tokens = 0
+    scheduler.connector.reset_cache()
+    waiting.num_computed_tokens = waiting.num_prompt_tokens
+    scheduler.end(running)
+    pages = scheduler.end(waiting)
+    assert [keep.tables for keep in scheduler.step().keeps] == [(tuple(pages),)]
 
 
 def test_nothing_is_put_off_where_others_read_what_is_kept(connector: Any, tmp_path: Path) -> None:
@@ -249,8 +274,24 @@ def test_requests_wait_while_much_is_held_for_others(
 
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
     request, matched = wait_for_chunks(windowed)
-    report(windowed, connector, failed={"b"})
+    report(windowed, connector, failed={("b", 0)})
     assert matched(request, 0) == (0, False) and not windowed.step().loads
+
+
+def test_what_failed_is_the_load_that_is_meant(windowed: Scheduler, connector: Any) -> None:
+    request, matched = wait_for_chunks(windowed)
+    windowed.step()
+    assert matched(request, 32) == (None, False)  # vLLM has found rows of it
+    report(windowed, connector, failed={("b", 0)})  # of the load before
+    assert matched(request, 32) == (None, False)
+    report(windowed, connector, fetched={("b", 32)})
+    assert matched(request, 32) == (112, True)
+    windowed.connector.update_state_after_alloc(request, Blocks(*tables(1, 200)), 112)
+    report(windowed, connector, failed={("b", 0)})
+    output = {"kv_connector_worker_meta": None, "finished_recving": {"b"}}
+    windowed.connector.update_connector_output(SimpleNamespace(**output))
+    _, said = windowed.connector.request_finished_all_groups(request, tables(1, 200))
+    assert said == {"kvboost": {"exact_tokens": 112, "moved_tokens": 0, "recomputed_tokens": 0}}
 
 
 def test_chunks_are_let_go_when_another_load_is_needed(windowed: Scheduler, connector: Any) -> None:
@@ -278,6 +319,18 @@ def test_chunks_that_wait_for_pages_are_let_go_by_a_reset(
     windowed.connector.reset_cache()
     assert matched(request, 0) == (0, False)
     assert windowed.step().cancelled == ["b"]
+
+
+def test_chunks_of_a_load_that_vllm_does_without_are_let_go(
+    windowed: Scheduler, connector: Any
+) -> None:
+    request, matched = wait_for_chunks(windowed)
+    windowed.step()
+    report(windowed, connector, fetched={("b", 0)})
+    assert matched(request, 0) == (144, True)
+    windowed.connector.update_state_after_alloc(request, Blocks([], []), 0)
+    step = windowed.step()
+    assert step.cancelled == ["b"] and not step.loads and windowed.connector._held_rows == 0
 
 
 def test_what_follows_rows_that_nobody_has_is_not_kept(windowed: Scheduler) -> None:
@@ -333,6 +386,22 @@ def test_rows_are_kept_with_the_states_after_them(stateful: Scheduler) -> None:
     assert matched(stateful.begin("b", ids[:190]), 0) == (None, False)  # its chunks are fetched
     (load,) = stateful.step().fetches
     assert load.end == 112 and load.infos[-1].has_state
+
+
+def test_requests_wait_while_the_states_of_others_are_held(
+    stateful: Scheduler, connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "HELD_ROWS", 1200)
+    stateful.connector._planner.open([Hello("weights", "a model", 64, state_rows=1000)])
+    ids = text(1, 200)
+    stateful.begin("a", ids)
+    stateful.step(192, new={"a": ((list(range(1, 13)), [*states_at(192)]), 0)})
+    waiting = [stateful.begin(name, ids + text(2)) for name in "bcd"]
+    assert [stateful.known(request) for request in waiting] == [0, 0, 0]
+    assert [load.request_id for load in stateful.step().fetches] == ["b", "c"]
+    for request in waiting:
+        stateful.end(request)
+    assert stateful.connector._held_rows == 0
 
 
 def test_states_are_not_kept_of_what_is_forgotten(stateful: Scheduler) -> None:

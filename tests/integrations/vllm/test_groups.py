@@ -37,7 +37,7 @@ def test_the_smallest_window_counts(
 
 def test_a_group_with_states_is_not_alone() -> None:
     groups = Groups((None, None), NAMES, with_states=(1,))
-    assert groups.stateful_names == {"layers.0", "layers.2"} and not groups.is_one
+    assert groups.stateful == {"layers.0": 1, "layers.2": 1} and not groups.is_one
     assert not Groups((None,), (("layers.0",),), with_states=(0,)).is_one
     assert groups.layers(dict.fromkeys(NAMES[0])) == [[0, 1], []]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.pages import Pages, check_sizes
 from support.made_up_pages import (
     BLOCKS,
     DIM,
@@ -110,3 +110,14 @@ def test_layers_of_different_shapes_are_refused() -> None:
     caches["layers.1"] = torch.zeros(BLOCKS, KV_HEADS, PAGE, 4 * DIM)
     with pytest.raises(UnsupportedModelError, match="different shapes"):
         Pages(caches, [Layer(plain_write) for _ in caches])
+
+
+def test_a_kernel_that_splits_pages_is_named() -> None:
+    pages = make_pages()
+    check_sizes(PAGE, pages)
+    with pytest.raises(UnsupportedModelError, match="--attention-backend"):
+        check_sizes(2 * PAGE, pages)
+    for layer, cache in zip(pages.layers, pages.caches, strict=True):
+        layer.kv_cache = cache.view(2 * len(cache), cache.shape[1], PAGE // 2, -1)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModelError, match=f"kernel pages of {PAGE // 2}"):
+        check_sizes(PAGE, pages)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from kvboost.cache.chunk import KVChunk, Origin
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import Quantizer, plain
+from kvboost.integrations.vllm import placing
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.placing import place, rows_of
 from kvboost.integrations.vllm.planner import Load
@@ -38,6 +42,27 @@ def test_rows_outside_of_a_window_are_not_written() -> None:
         assert torch.equal(found[:, layer], rows[:, layer, :, skipped:])
     assert torch.equal(pages.caches[1][0], nothing)
     assert not pages.caches[0][6].any() and BLOCKS > 6
+
+
+def test_nothing_is_written_where_all_rows_of_a_batch_are_outside_of_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain_pages, written = make_pages(), list[int]()
+    caches = dict(zip("ab", plain_pages.caches, strict=True))
+    pages, tables = Pages(caches, plain_pages.layers, [[0], [1]]), ((5, 1, 3), (0, 0, 2))
+    write = pages.write
+
+    def counted(layer: int, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
+        written.append(len(slots))
+        write(layer, keys, values, slots)
+
+    monkeypatch.setattr(pages, "write", counted)
+    monkeypatch.setattr(placing, "COPIED_ROWS", 12)
+    rows = torch.randn(2, LAYERS, KV_HEADS, 24, DIM)
+    hits, chunks = stored_text(rows)
+    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=tables)
+    place(load, chunks, [torch.tensor(table) for table in tables], pages, Quantizer(16, None))
+    assert written == [12, 12, 24 - 2 * PAGE]
 
 
 def test_the_rows_of_hits_follow_each_other() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm.states import StatePages, check_sizes, tensors_of
-from support.made_up_pages import PAGE, make_pages
+from kvboost.integrations.vllm.pages import tensors_of
+from kvboost.integrations.vllm.states import StatePages
 
 PAGES = 6
 
@@ -62,14 +62,3 @@ def test_a_layer_says_where_its_states_are() -> None:
         assert all(a is b for a, b in zip(found, (one, other), strict=True))
     with pytest.raises(UnsupportedModelError, match="none that KVBoost knows"):
         StatePages([(0, layer(0)), (0, tensors_of(object()))])
-
-
-def test_a_kernel_that_splits_pages_is_named() -> None:
-    pages = make_pages()
-    check_sizes(PAGE, pages)
-    with pytest.raises(UnsupportedModelError, match="--attention-backend"):
-        check_sizes(2 * PAGE, pages)
-    for layer, cache in zip(pages.layers, pages.caches, strict=True):
-        layer.kv_cache = cache.view(2 * len(cache), cache.shape[1], PAGE // 2, -1)  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedModelError, match=f"kernel pages of {PAGE // 2}"):
-        check_sizes(PAGE, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
+from kvboost.cache.data import ChunkData
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.mixed import states_of, with_states
 from kvboost.cache.quantize import PLAIN, Quantizer, plain
+from kvboost.cache.tiers.open import open_tiers
+from kvboost.config import EngineConfig
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
@@ -23,7 +27,7 @@ from kvboost.integrations.vllm.states import StatePages
 from kvboost.model import triton
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
-from support.connectors import connector
+from support.connectors import Base, Full, Role, connector
 from support.made_up_pages import BLOCKS, DIM, KV_HEADS, LAYERS, PAGE, make_pages
 
 __all__ = ["connector"]
@@ -85,6 +89,18 @@ def test_rows_are_kept_as_they_were_when_the_step_began(connector: Any, kernels:
             assert torch.equal(found, expected[:, :, :, info.base_position : info.end])
 
 
+def test_vllm_has_nothing_to_call_in_every_layer(connector: Any) -> None:
+    worker, kept = make_worker(connector, kernels=False)
+    ours = connector.KVBoostConnector.__new__(connector.KVBoostConnector)
+    Base.__init__(ours, None, Role.WORKER, None)
+    ours._worker, ours._groups = worker, worker._groups
+    ours.bind_connector_metadata(connector.Step(keeps=[Keep(infos_of(0, 31), ((5, 1, 3, 2),))]))
+    assert not ours.has_connector_metadata()
+    assert ours.get_finished(set()) == (None, None)
+    worker._thread.shutdown()
+    assert len(kept) == 3
+
+
 def test_rows_for_which_there_is_no_memory_are_gone(
     connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +114,38 @@ def test_rows_for_which_there_is_no_memory_are_gone(
     worker.keep([Keep(infos, ((5, 1, 3, 2),))])
     worker._thread.shutdown()
     assert not kept and worker._report.gone == {info.key for info in infos}
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_nothing_is_reused_where_the_attention_kernel_splits_pages(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, split: int
+) -> None:
+    """Loads would write into the pages of other requests."""
+    module = sys.modules[connector.Worker.__module__]
+    monkeypatch.setattr(module, "find_runner", lambda: None)
+    pages = make_pages()
+    layers = {f"layers.{number}": layer for number, layer in enumerate(pages.layers)}
+    group = SimpleNamespace(layer_names=list(layers), kv_cache_spec=Full(split * PAGE))
+    groups = Groups.of(SimpleNamespace(kv_cache_groups=[group]))  # type: ignore[arg-type]
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    worker = connector.Worker(config, Options.parse({}), None, groups)
+    worker.register(dict(zip(layers, pages.caches, strict=True)))
+    assert (worker._pages is None) == (split > 1)
+    assert (f"kernel pages of {PAGE}" in worker._problem) == (split > 1)
+
+
+def test_what_the_tiers_hold_is_told_when_it_has_changed(connector: Any) -> None:
+    worker, _ = make_worker(connector, kernels=False)
+    worker._config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
+    tiers = open_tiers(EngineConfig(max_cache_bytes=1 << 20), torch.device("cpu"))
+    worker._data = ChunkData(tiers)
+    assert worker.take_report().tiers[1]["ram"].chunks == 0
+    assert worker.take_report() is None
+    worker.keep([Keep(infos_of(0, 31), ((5, 1, 3, 2),))])
+    worker._thread.shutdown()
+    assert worker.take_report().tiers[1]["ram"].chunks == 3
+    assert worker.take_report() is None
+    worker._data.close()
 
 
 # Several groups of layers.
@@ -168,7 +216,7 @@ def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
         worker.step(connector.Step())
         if (more := worker_report(worker)) is not None:
             said = said.aggregate(more)
-    assert said.fetched == {("found", 0)} and said.failed == {"lost"}
+    assert said.fetched == {("found", 0)} and said.failed == {("lost", 12)}
     load = replace(found, tables=((5, 1, 3), (6, 4, 2)))
     assert worker.step(connector.Step(loads=[load])) == {"found"}
     assert (rows_of(worker._pages, load.tables, 24) == 1).all() and not worker._held
@@ -245,7 +293,7 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
     if not is_whole:  # another process has stored the last chunk without states
         worker._thread.shutdown()
         assert dropped == [infos[-1].key] and worker._report.gone == {infos[-1].key}
-        assert worker._report.failed == {"a"}
+        assert worker._report.failed == {("a", 0)}
         return
     assert worker.step(connector.Step(loads=[load])) == {"a"}
     assert (rows_of(worker._pages, ((5, 1, 3),) * 2, 24) == 1).all()

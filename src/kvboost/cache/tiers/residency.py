@@ -347,6 +347,10 @@ class Residency:
             for tier in self._tiers()
         }
 
+    def filled(self) -> list[tuple[int, int]]:
+        """The bytes and the chunks of each tier, for whoever asks often."""
+        return [(tier.tier.nbytes, len(tier)) for tier in self._tiers()]
+
     def move_stats(self) -> MoveStats:
         return MoveStats(**self.counts)
 

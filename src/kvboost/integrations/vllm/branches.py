@@ -36,6 +36,10 @@ class Branches:
         self._known: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         self._firsts: set[int] = set()  # the pages at which branches begin: few
 
+    def __bool__(self) -> bool:
+        """Whether there is one that a request could rejoin."""
+        return bool(self._known)
+
     def of(self, request_id: str) -> Branch | None:
         """The branch of a request; None if it is exact."""
         return self._of.get(request_id)

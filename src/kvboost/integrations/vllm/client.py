@@ -56,8 +56,9 @@ class VllmServer:
         return self._forget(EVERYTHING)
 
     def stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self._command({"stats": True}, "stats")["stats"]
-        return stats
+        answer = self._command({"stats": True}, "stats")
+        with self._understood():
+            return dict(answer["stats"])
 
     def _tokenize(self, text: str) -> list[int]:
         """Without special tokens."""

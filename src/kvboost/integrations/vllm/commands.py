@@ -120,6 +120,8 @@ class Commands:
     def take_orders(self) -> list[Order]:
         """For the next step. A search begins, if no other is under way: what requests before it
         have left is entered now."""
+        if not self._pending and not self._orders:  # as a rule
+            return []
         forgetting = [one for one in self._pending.values() if one.command.name == "forget"]
         if all(one.search is None or one.search.done() for one in forgetting):
             for pending in forgetting:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 HELD_ROWS = 65_536
-"""With so many rows in chunks that are held for requests without pages, others wait: all that wait
-would need more memory than the cache may have."""
+"""With so many rows in chunks that are held for requests without pages, or states of their size,
+others wait: all that wait would need more memory than the cache may have."""
 
 logger = init_logger("vllm.kvboost")
 
@@ -85,7 +85,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: BlockPool | None = None
         self._served: dict[str, Served] = {}
         self._held_rows = 0
-        """Of loads whose chunks the workers hold, or are about to, without pages for them."""
+        """Of loads whose chunks the workers hold, or are about to, without pages for them. States
+        count as the rows that take as much memory."""
         self._step = Step()
         # What is on disk or remote also serves others, and routers are told what is kept.
         engine = self._options.engine
@@ -131,9 +132,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         asked = served.asked
         if asked.command is not None:
             self._begin(request.request_id, asked.command, served.salt)
-        if asked.mode != "repaired" or self._pool is None or not self._serves(served):
+        if not self._branches or asked.mode != "repaired" or not self._serves(served):
             return
         pool = self._pool
+        assert pool is not None
         self._branches.rejoin(
             request.request_id,
             request.block_hashes,
@@ -185,7 +187,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _hold(self, served: Served, load: Load | None) -> None:
         for one, sign in ((served.fetched, -1), (load, 1)):
-            self._held_rows += 0 if one is None else sign * (one.end - one.first)
+            if one is not None:
+                self._held_rows += sign * (one.end - one.first + self._planner.state_rows)
         served.fetched, served.is_fetched = load, False
 
     def _let_go(self, served: Served) -> None:
@@ -213,16 +216,21 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        served = self._of(request)
+        served, request_id = self._of(request), request.request_id
         _, load = served.planned
         if load is not None and num_external_tokens:
             last = load.end // self._page
             tables = tuple(tuple(table[:last]) for table in blocks.get_block_ids())
             served.load, served.is_loading = replace(load, tables=tables), True
             self._hold(served, None)
-            self._tally.start(request.request_id)
+            self._tally.start(request_id)
             self._keeping.later.on_load()
             self._step.loads.append(served.load)
+        elif load is not None:  # vLLM goes on without it
+            self._let_go(served)
+            branch = self._branches.of(request_id)
+            if branch is not None and branch.first * self._page >= load.first:
+                self._branches.leave(request_id, request.block_hashes)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
@@ -250,11 +258,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._commands.hear(report.replies)
             for request_id in self._served.keys() & report.recomputed.keys():
                 self._served[request_id].recomputed = report.recomputed[request_id]
-            for request_id in self._served.keys() & {one for one, _ in report.fetched}:
-                self._served[request_id].on_fetched(report.fetched)
-            for request_id in self._served.keys() & report.failed:
-                self._served[request_id].has_failed = True
-                self._give_up_fetching(self._served[request_id])
+            for name in report.fetched:
+                if (served := self._served.get(name[0])) is not None:
+                    served.is_fetched |= served.waits_for(name)
+            for name in report.failed:
+                if (served := self._served.get(name[0])) is not None:
+                    served.has_failed |= served.loads(name)
+                    if served.waits_for(name):
+                        self._give_up_fetching(served)
         for request_id in connector_output.finished_recving or ():
             served = self._served.get(request_id)
             if served is not None and served.is_loading and served.load is not None:
@@ -333,11 +344,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
-        """Forgets everything, also what waits for pages: the weights may be others now."""
+        """Forgets everything, what waits for pages and what requests have computed so far too: the
+        weights may be others now."""
         self._keeping.finish_ended()
         self._keeping.later.forget()
         for served in self._served.values():
             self._let_go(served)
+            served.is_kept &= not served.request.num_computed_tokens
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True
@@ -384,8 +397,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.greet()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called at the start of every step, before anything is written to a page."""
-        super().bind_connector_metadata(connector_metadata)
+        """Called at the start of every step, before anything is written to a page. vLLM's own
+        reference stays empty: with one, vLLM would call us twice for every layer, for nothing."""
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
         if not self._groups.with_states:  # else the step computes what is kept

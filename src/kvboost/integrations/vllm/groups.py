@@ -24,8 +24,8 @@ Tables = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Groups:
     """``windows`` has the rows that each group keeps, None for all; ``names`` its layers. The
-    groups whose numbers are ``with_states`` have states and no rows; then ``page`` is the number of
-    rows in a page, for which vLLM may have chosen another than was asked for."""
+    groups whose numbers are ``with_states`` have states and no rows. ``page`` is the number of rows
+    in a page, for which vLLM may have chosen another than was asked for; None without groups."""
 
     windows: tuple[int | None, ...]
     names: tuple[tuple[str, ...], ...]
@@ -45,7 +45,7 @@ class Groups:
             ),
             tuple(tuple(group.layer_names) for group in groups),
             with_states,
-            specs[with_states[0]].block_size if with_states else None,
+            specs[0].block_size if specs else None,
         )
 
     @property
@@ -59,9 +59,9 @@ class Groups:
         return min((one for one in self.windows if one is not None), default=None)
 
     @property
-    def stateful_names(self) -> set[str]:
-        """The layers with states."""
-        return {name for number in self.with_states for name in self.names[number]}
+    def stateful(self) -> dict[str, int]:
+        """The layers with states, each with the number of its group."""
+        return {name: number for number in self.with_states for name in self.names[number]}
 
     def layers(self, targets: Mapping[str, str | None]) -> list[list[int]]:
         """The numbers of each group's layers. ``targets`` are all layers in order, each with the

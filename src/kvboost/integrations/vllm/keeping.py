@@ -44,10 +44,11 @@ class Keeping:
         self._pool: BlockPool | None = None
         # Rows that leave a window cannot be put off.
         self.later = Later(page, tally.put_off, is_on=puts_off and groups.is_one)
-        self._leaving = None if groups.window is None else Leaving(groups.window, page)
-        self._page_ends: PageEnds | None = None
+        self._followed: Leaving | PageEnds | None = None
         if groups.with_states:
-            self._page_ends = PageEnds(groups.with_states, page)
+            self._followed = PageEnds(groups.with_states, page)
+        elif groups.window is not None:
+            self._followed = Leaving(groups.window, page)
         self._ended: list[Ended] = []
         """Requests whose answers are on their way, and of which rows are to be kept."""
         self._keeps: list[Keep] = []
@@ -68,16 +69,18 @@ class Keeping:
     def follow(self, output: SchedulerOutput) -> None:
         """Enters rows that leave a window: the step that is planned may give their pages away.
         Enters states that the step leaves at ends of pages."""
-        if self._leaving is not None:
-            self._follow(self._leaving, output)
-            for request_id in self._leaving.due():
-                self._keep_leaving(self._leaving, self._served[request_id])
-        if self._page_ends is not None:
-            self._follow(self._page_ends, output)
+        followed = self._followed
+        if followed is None:
+            return
+        self._grow(followed, output)
+        if isinstance(followed, Leaving):
+            for request_id in followed.due():
+                self._keep_leaving(followed, self._served[request_id])
+        else:
             for request_id, num_rows in output.num_scheduled_tokens.items():
-                self._keep_states(self._page_ends, self._served[request_id], num_rows)
+                self._keep_states(followed, self._served[request_id], num_rows)
 
-    def _follow(self, followed: Followed, output: SchedulerOutput) -> None:
+    def _grow(self, followed: Followed, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
             self._begin(followed, new.req_id, new.block_ids, new.num_computed_tokens)
         others = output.scheduled_cached_reqs
@@ -137,12 +140,10 @@ class Keeping:
         """A request ends, which ran in ``branch``, and its pages are those of ``block_ids``. Its
         rows are entered by ``finish_ended``."""
         request, load = served.request, served.load
-        if self._leaving is not None:
-            self._keep_leaving(self._leaving, served, has_ended=True)
-            self._leaving.end(request.request_id)
-            return
-        if self._page_ends is not None:  # the states at its end are not at the end of a page
-            self._page_ends.end(request.request_id)
+        if self._followed is not None:
+            if isinstance(self._followed, Leaving):  # states at its end are at no end of a page
+                self._keep_leaving(self._followed, served, has_ended=True)
+            self._followed.end(request.request_id)
             return
         if served.is_loading or not self._is_kept(served):
             return

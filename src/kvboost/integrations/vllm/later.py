@@ -24,7 +24,7 @@ MANY, FEW = 4, 2
 time for those that were put off."""
 USELESS = 32
 """So many requests have ended since one has loaded something."""
-SAMPLE = 8
+SAMPLE = 32
 """One of so many is kept all the same: otherwise none could ever load anything."""
 REMEMBERED = 64
 """Requests; the oldest are dropped first."""
@@ -32,7 +32,8 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that has ended, or of which rows leave a window. ``request`` is vLLM's."""
+    """A request that has ended, or of which rows leave a window or states are kept while it runs.
+    ``request`` is vLLM's."""
 
     request: Any
     prompt: TokenIds | None
@@ -44,7 +45,7 @@ class Ended:
     exact_pages: int
     """The first pages, whose hashes are those of exact rows."""
     first: int = 0
-    """Rows before it are not in its pages any more."""
+    """Rows before it are stored, and need not be in its pages any more."""
 
     @property
     def hashes(self) -> Sequence[Any]:
@@ -68,7 +69,7 @@ class Later:
         self._page = page
         self._count = count
         self._is_on = is_on
-        self._remembered: dict[bytes, Ended] = {}
+        self._remembered: dict[Any, Ended] = {}
         """By the hash of the last exact page, which names all rows before it; the newest last."""
         self._useless = 0
 
@@ -87,10 +88,10 @@ class Later:
         is_crowded = self._is_on and num_requests >= MANY and self._useless >= USELESS
         if not (is_crowded and is_named) or self._useless % SAMPLE == 0:
             return False
-        for last, earlier in list(self._remembered.items()):
-            if (length := earlier.exact_pages) <= len(hashes) and bytes(hashes[length - 1]) == last:
-                del self._remembered[last]  # the same conversation, which has gone on
-        self._remembered[bytes(hashes[-1])] = ended
+        for page_hash in reversed(hashes):
+            if self._remembered.pop(page_hash, None) is not None:
+                break  # it was the same conversation, which has gone on
+        self._remembered[hashes[-1]] = ended
         if len(self._remembered) > REMEMBERED:
             self._drop(next(iter(self._remembered)))
         return True
@@ -123,7 +124,7 @@ class Later:
             if salt is None or ended.salt == salt:
                 self._drop(last)
 
-    def _drop(self, last: bytes) -> None:
+    def _drop(self, last: Any) -> None:
         del self._remembered[last]
         self._count("dropped")
 

@@ -54,7 +54,9 @@ class Followed:
         """It has got further pages; ``rows`` are computed before the step that is planned."""
         if (one := self._running.get(request_id)) is not None:
             one.rows = rows
-            for table, more in zip(one.tables, tables or (), strict=False):
+            if tables is None:  # as in most steps
+                return
+            for table, more in zip(one.tables, tables, strict=False):
                 table += more
 
     def of(self, request: Any) -> Running | None:

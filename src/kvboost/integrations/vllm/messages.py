@@ -37,6 +37,17 @@ class Step(KVConnectorMetadata):
     is_busy: bool = False
     """Whether other requests compute in this step."""
 
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self.loads
+            or self.fetches
+            or self.keeps
+            or self.dropped
+            or self.cancelled
+            or self.orders
+        )
+
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
@@ -48,9 +59,9 @@ class Report(KVConnectorWorkerMetadata):
     measured: list[tuple[int, int, float]] = field(default_factory=list)
     """Forwards that were timed: rows, keys, seconds."""
     fetched: set[tuple[str, int]] = field(default_factory=set)
-    """Requests whose chunks are held, and the first row of their loads."""
-    failed: set[str] = field(default_factory=set)
-    """Requests whose rows could not be loaded."""
+    """The names of loads whose chunks are held."""
+    failed: set[tuple[str, int]] = field(default_factory=set)
+    """The names of loads whose rows are lost."""
     tiers: dict[int, dict[str, TierStats]] = field(default_factory=dict)
     """The contents of the tiers by the worker's rank, if they have changed."""
     replies: dict[str, list[Reply]] = field(default_factory=dict)

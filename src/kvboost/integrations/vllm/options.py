@@ -148,6 +148,8 @@ class RequestOptions:
     @classmethod
     def parse(cls, given: object, defaults: Options) -> RequestOptions:
         """Raises ``ConfigError`` if ``given`` is not as described."""
+        if given is None:
+            return cls(defaults.mode, defaults.engine.recompute_ratio)
         said: Mapping[str, Any] = {"mode": given} if isinstance(given, str) else given or {}  # type: ignore[assignment]
         if isinstance(said, Mapping) and set(said) & set(COMMANDS):
             if not defaults.commands:

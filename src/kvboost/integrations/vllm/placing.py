@@ -63,6 +63,8 @@ def _place_with_torch(
             if not layers:  # the group has states
                 continue
             skipped = int(np.searchsorted(positions, first_row([table], pages.size)))
+            if skipped == len(positions):  # a GPU cannot launch a kernel over no rows
+                continue
             rows = torch.from_numpy(positions[skipped:]).to(pages.device)
             slots, new = pages.slots(there, rows), buffer[:, :, :, skipped:]
             if share is not None:  # only moved text, so there is one group

@@ -78,6 +78,11 @@ class Load:
     copies: tuple[tuple[Hit, ...], ...] = ()
 
     @property
+    def name(self) -> tuple[str, int]:
+        """Its request and first row: if vLLM finds other rows, a request has another load."""
+        return self.request_id, self.first
+
+    @property
     def hits(self) -> tuple[Hit, ...]:
         """All of them but the copies, in order."""
         return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
@@ -157,6 +162,8 @@ class Planner:
             self.chunk_size = max(page, size - size % page)
         self.state_every = self.chunk_size
         """So many rows apart states are kept, at least."""
+        self.state_rows = 0
+        """So many rows take as much memory as the states that a load needs."""
         self._index: Index | None = None
         self._cost = CostModel(attention_share=1e-4)
         self._moves = False
@@ -178,8 +185,9 @@ class Planner:
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
         chunk_size, page = self.chunk_size, self._page
+        self.state_rows = workers[0].state_rows
         # So that they take no more memory than rows do.
-        self.state_every = max(chunk_size, -(-workers[0].state_rows // page) * page)
+        self.state_every = max(chunk_size, -(-self.state_rows // page) * page)
         index = self._index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),
@@ -240,7 +248,7 @@ class Planner:
         moved_before = self._moved_before(local, total, asked)
 
         def lookup() -> KnownRows:
-            return self._lookup(index, root, ids, moved_before)
+            return self._lookup(root, ids, moved_before)
 
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
@@ -258,12 +266,11 @@ class Planner:
         index.remove([key for key in in_remote if key not in used])
         return load
 
-    def _lookup(
-        self, index: Index, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0
-    ) -> KnownRows:
+    def _lookup(self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0) -> KnownRows:
         """The stored rows of ``token_ids``. With a model with states, only those before the last
         stored states at the end of a page: another process may have had smaller pages."""
-        known = index.lookup(root, token_ids, moved_before=moved_before)
+        assert self._index is not None
+        known = self._index.lookup(root, token_ids, moved_before=moved_before)
         if not self._resumes:
             return known
         ends = [hit.end for hit in known.exact if hit.chunk.has_state]
@@ -324,7 +331,7 @@ class Planner:
         """How many of the first rows are stored."""
         if self._index is None:
             return 0
-        exact = self._lookup(self._index, self.root(salt), token_ids).exact
+        exact = self._lookup(self.root(salt), token_ids).exact
         return exact[-1].end if exact else 0
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ class Served:
     error: str = ""
     """Why what it asks could not be read."""
     is_kept: bool = True
-    """False if something under its salt was forgotten when it ran."""
+    """False if something under its salt was forgotten when it ran, or everything."""
     planned: tuple[object, Load | None] = (None, None)
     """Its load, after what it was planned for."""
     fetched: Load | None = None
@@ -45,7 +44,10 @@ class Served:
         embeds = request.prompt_embeds is not None or request.prompt_token_ids is None
         return not (embeds or request.mm_features)
 
-    def on_fetched(self, fetched: Collection[tuple[str, int]]) -> None:
-        """The workers hold the chunks of these loads, each a request and its first row."""
-        if self.fetched is not None:
-            self.is_fetched |= (self.fetched.request_id, self.fetched.first) in fetched
+    def waits_for(self, name: tuple[str, int]) -> bool:
+        """Whether the workers are to hold the chunks of the load of that name for it."""
+        return self.fetched is not None and self.fetched.name == name
+
+    def loads(self, name: tuple[str, int]) -> bool:
+        """Whether the load of that name was sent for it, and nothing was heard of it yet."""
+        return self.is_loading and self.load is not None and self.load.name == name

@@ -12,7 +12,6 @@ import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.groups import Tables
-from kvboost.integrations.vllm.pages import Pages
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
@@ -60,28 +59,3 @@ class StatePages:
         for stored, tensors in zip(states, self._alike.values(), strict=True):
             for one, (group, there) in zip(stored, tensors, strict=True):
                 there[tables[group][page]].copy_(one, non_blocking=True)
-
-
-def check_sizes(page: int, pages: Pages) -> None:
-    """Raises ``UnsupportedModelError`` unless the attention's kernel has pages of ``page`` rows, as
-    vLLM has: it may have split vLLM's."""
-    caches = [one for layer in pages.layers for one in tensors_of(layer) if one.dim() == 4]
-    rows = pages.num_blocks * pages.size
-    sizes = {pages.size, *(rows // len(one) for one in caches)}
-    if sizes != {page}:
-        listed = ", ".join(map(str, sorted(sizes - {page})))
-        raise UnsupportedModelError(
-            f"vLLM has pages of {page} tokens and its attention's kernel pages of {listed}; try "
-            "another kernel, such as --attention-backend FLASH_ATTN"
-        )
-
-
-def tensors_of(layer: object) -> list[torch.Tensor]:
-    """The tensors in which vLLM has the states of ``layer``, or its rows."""
-    return _flat(getattr(layer, "kv_cache", ()))
-
-
-def _flat(given: object) -> list[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [one for some in given for one in _flat(some)] if isinstance(given, list | tuple) else []

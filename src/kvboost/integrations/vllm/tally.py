@@ -68,7 +68,8 @@ class Tally:
 
     def put_off(self, outcome: str) -> None:
         """A request whose rows were to be kept later has been ``kept`` or ``dropped``."""
-        merge(self._new, {"put_off": {outcome: 1}})
+        counted = self._new.setdefault("put_off", {})
+        counted[outcome] = counted.get(outcome, 0) + 1
 
     def hear(self, tiers: Mapping[int, Mapping[str, TierStats]]) -> None:
         """The present contents of some workers' tiers, by the worker's rank."""
@@ -82,11 +83,13 @@ class Tally:
     def take(self, chunks: int) -> dict[str, Any] | None:
         """The changes since the last call, in the form that :func:`merge` takes; None if
         nothing has. ``chunks`` are stored now."""
-        new, self._new = self._new, {}
         now = {"chunks": chunks, "tiers": self._tiers}
+        if not self._new and now == self._told:
+            return None
+        new, self._new = self._new, {}
         new |= {name: value for name, value in now.items() if self._told.get(name) != value}
-        self._told |= now
-        return new or None
+        self._told = now
+        return new
 
     def totals(self) -> dict[str, Any]:
         """Everything since the start."""

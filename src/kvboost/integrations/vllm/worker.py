@@ -30,19 +30,18 @@ from kvboost.cache.mixed import AnyFormat, MixedFormat, states_of
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.states import rows_only
 from kvboost.cache.tiers.open import open_tiers
-from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, rope
 from kvboost.integrations.vllm.groups import Groups
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
-from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.pages import Pages, check_sizes, tensors_of
 from kvboost.integrations.vllm.placing import place, rows_of
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
-from kvboost.integrations.vllm.states import StatePages, check_sizes, tensors_of
+from kvboost.integrations.vllm.states import StatePages
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.integrations.vllm.taking import (
     COPIED_ROWS,
@@ -99,7 +98,8 @@ class Worker:
         """Chunks of loads for which vLLM has no pages yet, by request."""
         self._failed_pages: set[int] = set()
         self._report = Report()
-        self._tiers: dict[str, TierStats] = {}
+        self._filled: list[tuple[int, int]] = []
+        """What the tiers held when the scheduler was last told."""
         self._orders: dict[str, Future[Reply]] = {}
         self._thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
@@ -125,8 +125,7 @@ class Worker:
             self._runner = find_runner()
             self._states = self._find_states(layers)
             # Several groups are not in this order.
-            stateful = self._groups.stateful_names
-            names = sorted((name for name in caches if name not in stateful), key=_layer_number)
+            names = sorted(caches.keys() - self._groups.stateful, key=_layer_number)
             shared = "kv_sharing_target_layer_name"
             self._pages = Pages(
                 {name: caches[name] for name in names},
@@ -139,15 +138,11 @@ class Worker:
             self._pages, self._problem = None, str(error)
 
     def _find_states(self, layers: Mapping[str, object]) -> StatePages | None:
-        group_of = {
-            name: number
-            for number in self._groups.with_states
-            for name in self._groups.names[number]
-        }
-        names = sorted(group_of, key=_layer_number)
+        stateful = self._groups.stateful
+        names = sorted(stateful, key=_layer_number)
         if not names:
             return None
-        return StatePages([(group_of[name], tensors_of(layers[name])) for name in names])
+        return StatePages([(stateful[name], tensors_of(layers[name])) for name in names])
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
@@ -215,6 +210,8 @@ class Worker:
         """Starts the loads of a step, and goes on with all of them: to the end if there is only one
         and no other request computes, else for ``slice_rows``. Called when vLLM has launched what
         it computes in this step. Returns requests whose rows have arrived, or will not."""
+        if not (step.has_work or self._loading or self._fetching or self._passing):
+            return set()
         under_way = {*self._loading, *(load.request_id for load in step.loads)}
         for request_id in step.cancelled:
             self._loading.pop(request_id, None)
@@ -250,9 +247,9 @@ class Worker:
             next(fetching)
         except StopIteration as end:
             self._held[request_id] = end.value
-            self._report.fetched.add((request_id, load.first))
+            self._report.fetched.add(load.name)
         except Lost:
-            self._report.failed.add(request_id)
+            self._report.failed.add(load.name)
         else:
             return
         del self._fetching[request_id]
@@ -276,18 +273,21 @@ class Worker:
         return failed
 
     def take_report(self) -> Report | None:
-        report, self._report = self._report, Report()
+        report = self._report
         if (repairer := self._repairer) is not None:
             report.recomputed, repairer.recomputed = repairer.recomputed, {}
             report.measured, repairer.measured = repairer.measured, []
         if self._pages is not None:
             report.gone.update(self._data.take_gone())
-            if (tiers := self._data.stats()) != self._tiers:
-                self._tiers = tiers
-                report.tiers = {self._config.parallel_config.rank: tiers}
+            if (filled := self._data.filled()) != self._filled:
+                self._filled = filled
+                report.tiers = {self._config.parallel_config.rank: self._data.stats()}
             for request_id in [one for one, reply in self._orders.items() if reply.done()]:
                 report.replies[request_id] = [self._orders.pop(request_id).result()]
-        return None if report == Report() else report
+        if not any(vars(report).values()):
+            return None
+        self._report = Report()
+        return report
 
     def close(self) -> None:
         if self._pages is not None and hasattr(self, "_data"):
@@ -315,7 +315,7 @@ class Worker:
             return rows, True
         except Lost:
             self._failed_pages.update(load.tables[0][load.first // self._open_pages.size :])
-            self._report.failed.add(load.request_id)
+            self._report.failed.add(load.name)
             return rows, True
 
     def _serve(self, load: Load) -> Loading:
