@@ -57,7 +57,7 @@ class VllmServer:
 
     def stats(self) -> dict[str, Any]:
         answer = self._command({"stats": True}, "stats")
-        with self._understood():
+        with self._api.understood():
             return dict(answer["stats"])
 
     def _tokenize(self, text: str) -> list[int]:
