@@ -773,7 +773,8 @@ class KVBoost:
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading ``num_tokens`` would take without reuse; None until it was measured."""
-        return self._runtime.estimate_ms(num_tokens)
+        estimate = self._runtime.estimate_ms(num_tokens)
+        return None if estimate is None else round(estimate, 3)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` in the thread that computes answers, between two of its steps: for short

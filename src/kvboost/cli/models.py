@@ -159,7 +159,7 @@ def _feature_table(family: str | None, features: Features) -> Table:
 def _table(found: list[Fit], machine: Machine) -> Table:
     memory = f"{format_bytes(machine.free)} of {format_bytes(machine.memory)} memory free"
     gpu = f", {machine.gpu}: {format_bytes(machine.gpu_free)} free" if machine.gpu else ""
-    table = Table(title=f"on this machine ({memory}{gpu})", pad_edge=False)
+    table = Table(title=f"on this machine ({memory}{gpu})", pad_edge=False, collapse_padding=True)
     for heading in ("device", "weights", "size", "how", "KV tokens", "tokens/s"):
         table.add_column(heading, overflow="fold")
     table.add_column("options", overflow="fold", min_width=OPTION_WIDTH)

@@ -86,9 +86,14 @@ function waited({ queue_ms: queued, ttft_ms: all }) {
 /** The sentence below a turn with two answers; "" if one of them did not end. */
 export function verdict({ answer, other, kind }) {
   if (!other?.report || !answer?.report) return "";
-  const worth = gain(answer.report, other.report);
-  if (kind === "shuffled") return worth;
-  return `${worth} ${difference(said(answer), said(other))}`;
+  const sentences = [
+    gain(answer.report, other.report),
+    difference(said(answer), said(other)),
+  ];
+  if (kind === "shuffled" && said(answer) !== said(other)) {
+    sentences.push("The order of texts can change an answer, and so can moved text.");
+  }
+  return sentences.join(" ");
 }
 
 function said({ content, calls }) {
