@@ -48,6 +48,7 @@ coverage: $(READY) services  ## the same tests, and which statements of kvboost 
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal
 	$(BIN)/coverage combine --quiet
+	@rm -f .coverage.*  # incomplete files of processes that tests have killed
 	$(BIN)/coverage report
 
 PEER := $(BIN)/python -c 'import sys; from kvboost.bench.peers import environments as e; \
