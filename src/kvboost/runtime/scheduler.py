@@ -81,7 +81,7 @@ class Job:
     @property
     def is_probing(self) -> bool:
         """Whether its next rows are a probe."""
-        return self.need is not None and self.need.observes
+        return self.need is not None and self.need.until is not None
 
     @property
     def awaits_device(self) -> bool:
