@@ -261,6 +261,8 @@ def test_a_step_takes_all_answering_requests_and_the_shortest_prompts() -> None:
     assert scheduled.pick(rows, 0.0) == [*answering, short, middle]
     assert scheduled.pick({**rows, short: 400}, 0.0) == [*answering, short], "at least one goes"
     assert scheduled.pick({long: 100}, 0.0) == [long]
+    assert scheduled.pick(rows, 0.0, taken=40) == [*answering, short], "after others of this step"
+    assert scheduled.pick({long: 100}, 0.0, taken=40) == [], "it waits for the next step"
     assert scheduled.slice_rows(False) > scheduled.slice_rows(True)
     rows[middle] = 80
     late = PATIENCE_SECONDS + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -108,6 +109,70 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
     assert failed
     assert got[1].token_ids == expected.token_ids
     assert got[1].recomputed_tokens == expected.recomputed_tokens
+
+
+@on_buffers
+def test_probes_share_a_forward_and_so_do_repairs(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As do rows of other prompts. All choose the rows that they choose alone."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0, step_rows=1000)
+    engine.warm(TEXT[:160])
+    moved = [TEXT[at : at + 20] + TEXT[:160] + TEXT[at + 50 : at + 80] for at in (500, 600, 700)]
+    prompts = [*moved, TEXT[2000:2100]]
+    expected = [engine.generate(prompt, 6, keep=False) for prompt in prompts]
+    run, forwards = engine._model.forward._run, []
+
+    def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
+        forwards.append(["probe" if one.until is not None else len(one) for one in segments])
+        return run(segments, cache)
+
+    monkeypatch.setattr(engine._model.forward, "_run", watching)
+    got = engine.generate_batch(prompts, 6, keep=False)
+    repaired = [len(one.reuse.recomputed) + 50 for one in expected[:3]]
+    assert forwards[:2] == [["probe"] * 3 + [100], repaired]
+    for one, other in zip(got, expected, strict=True):
+        assert one.reuse.recomputed == other.reuse.recomputed
+        assert one.token_ids == other.token_ids
+    assert all(one.recomputed_tokens for one in got[:3])
+
+
+@on_buffers
+def test_a_repair_waits_for_a_step_that_has_room_for_it(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step counts the rows of probes and of the repairs that follow them."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0, step_rows=60)
+    engine.warm(TEXT[:160])
+    step, run, steps = engine._loop._stepper.step, engine._model.forward._run, []
+
+    def stepping() -> None:
+        steps.append([])
+        step()
+
+    def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
+        steps[-1].append([len(one) for one in segments if not one.decodes])
+        return run(segments, cache)
+
+    monkeypatch.setattr(engine._loop._stepper, "step", stepping)
+    monkeypatch.setattr(engine._model.forward, "_run", watching)
+
+    async def read() -> None:
+        first = engine.astream(TEXT[2000:2040], 60, ignore_eos=True)
+        await anext(first)
+        moved = (TEXT[at : at + 20] + TEXT[:160] + TEXT[at + 50 : at + 66] for at in (500, 600))
+        others = [engine.astream(prompt, 1, keep=False) for prompt in moved]
+        for stream in (*others, first):
+            async for _ in stream:
+                pass
+        assert all(stream.result.recomputed_tokens for stream in others)
+
+    asyncio.run(read())
+    rows = [[count for forward in forwards for count in forward] for forwards in steps[1:]]
+    assert any(sum(counts) > 20 for counts in rows)
+    assert all(sum(counts) <= 60 or len(counts) == 1 for counts in rows)
 
 
 @on_buffers

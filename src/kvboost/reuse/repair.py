@@ -96,13 +96,15 @@ def probe_rows(runs: Sequence[MovedRun]) -> int:
 
 class RepairStep(NamedTuple):
     """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a hook
-    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees.
-    Rows that are ``absent`` are not attended to."""
+    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees. It
+    ``may_go_on`` if all of them will be computed after it. Rows that are ``absent`` are not
+    attended to."""
 
     positions: torch.Tensor
     hook: Hook | None
     until: int | None = None
     absent: torch.Tensor | None = None
+    may_go_on: bool = False
 
     @property
     def is_probe(self) -> bool:
@@ -233,7 +235,8 @@ class MovedText:
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, absent[:start])
         rows = np.arange(start, self.live_end)
-        return self._probe(rows, self._seen, bands.last, absent if hidden.any() else None)
+        step = self._probe(rows, self._seen, bands.last)
+        return step._replace(absent=absent if hidden.any() else None, may_go_on=True)
 
     def probe_deviation(self) -> list[RepairStep]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
@@ -251,15 +254,9 @@ class MovedText:
             scores[one.positions.numpy()] = one.squared.numpy()
         return scores * self.rows
 
-    def _probe(
-        self,
-        positions: Positions,
-        hook: Hook,
-        until: int,
-        absent: torch.Tensor | None = None,
-    ) -> RepairStep:
+    def _probe(self, positions: Positions, hook: Hook, until: int) -> RepairStep:
         self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
-        return RepairStep(torch.from_numpy(positions), hook, until, absent)
+        return RepairStep(torch.from_numpy(positions), hook, until)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""

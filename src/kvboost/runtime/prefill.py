@@ -288,6 +288,6 @@ class Prefill:
             0 if step.is_probe else len(positions) - before,
             hook=hook,
             until=step.until,
+            may_go_on=step.may_go_on,
             absent=step.absent,
-            observes=step.is_probe,
         )

@@ -81,7 +81,7 @@ class Job:
     @property
     def is_probing(self) -> bool:
         """Whether its next rows are a probe."""
-        return self.need is not None and self.need.observes
+        return self.need is not None and self.need.until is not None
 
     @property
     def awaits_device(self) -> bool:
@@ -225,14 +225,15 @@ class Scheduler:
         job.started = now
         return job
 
-    def pick(self, rows: Mapping[Job, int], now: float) -> list[Job]:
+    def pick(self, rows: Mapping[Job, int], now: float, taken: int = 0) -> list[Job]:
         """The jobs of the next step, among those that need ``rows``: every job that is answering,
-        and the prompts with the fewest rows left until the step is full."""
+        and the prompts with the fewest rows left until the step is full. ``taken``: prompt rows
+        that this step has run already."""
         answering = [job for job in self.running if job in rows and not job.is_reading]
         reading = [job for job in self.running if job in rows and job.is_reading]
         reading.sort(key=lambda job: self._priority(job, now))
-        most = self.slice_rows(bool(answering))
-        chosen, taken = [], 0
+        most = self.slice_rows(any(not job.is_reading for job in self.running))
+        chosen = []
         for job in reading:
             if taken and taken + rows[job] > most:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -191,6 +192,24 @@ def test_batches_and_sampling(one: Make, two: Make) -> None:
         for engine in (one(), two())
     )
     assert [answer.token_ids for answer in given] == [answer.token_ids for answer in expected]
+
+
+def test_probes_and_repairs_of_a_batch(
+    one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank tells what each hook of a forward has observed."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    prompts = [HEADER + DOCUMENT + QUESTION, TEXT, "Others. " + DOCUMENT + "Why at the coast?"]
+    answers = []
+    for engine in (one("qwen2"), two("qwen2")):
+        engine.warm(DOCUMENT, header="")
+        options: Any = {"reuse_moved": "always", "keep": False}
+        answers.append(engine.generate_batch(prompts, 4, **options))
+        assert 3 in engine.serving_stats()["batch_sizes"]
+    for expected, given in zip(*answers, strict=True):
+        assert given.reuse.recomputed == expected.reuse.recomputed
+        assert given.token_ids == expected.token_ids
+    assert all(answers[0][number].recomputed_tokens for number in (0, 2))
 
 
 def test_several_threads_at_once(one: Make, two: Make) -> None:

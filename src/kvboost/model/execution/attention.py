@@ -8,7 +8,7 @@ here, so it also holds when a segment's positions have gaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -65,7 +65,8 @@ class LayerAttention(Protocol):
 
 
 class StopForward(Exception):
-    """Ends a forward: no segment needs the layers above."""
+    """Ends a forward: no segment needs the layers above. A hook may raise it to say so of its
+    own."""
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Batch:
     """Ours, if they serve this model on this machine; otherwise torch's run."""
     between_parts: Callable[[], None] | None = None
     """Called before each layer's attention, and where torch attends also after it."""
+    _ended: set[int] = field(default_factory=set, init=False)
+    """The segments that need no further layer, and whose hooks see none."""
     is_fused = False
     """Whether layers of ours may run it over pages: nothing has to happen between the parts of a
     layer, and no result has to equal that of the model's own layers to the last bit."""
@@ -105,25 +108,43 @@ class Batch:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV. Hooks see them
         first."""
-        if self.kernels is None or self.has_hooks:
-            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
-            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
-                if segment.hook is not None:
-                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
-                if self.kernels is None:
-                    segment.kv.write(layer, segment.positions, k, v)
+        self.show_fresh(layer, keys, values)
         if self.kernels is not None:
             self.kernels.write(self.plan, layer, keys, values)
+            return
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
+            segment.kv.write(layer, segment.positions, k, v)
 
-    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
-        """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
+    def show_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Shows fresh rows to the hooks, each those of its segment."""
         if not self.has_hooks:
             return
-        for segment, q in zip(self.segments, split(query, self.segments), strict=True):
-            if segment.hook is not None:
-                segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for index, segment in enumerate(self.segments):
+            if segment.hook is not None and index not in self._ended:
+                fresh = rows_first(split_keys[index]), rows_first(split_values[index])
+                segment.hook.on_fresh(layer, *fresh)
+
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        """Shows ``[1, heads, total, dim]`` to the hooks, each the rows of its segment. Raises
+        StopForward once no segment needs the layers above."""
+        if not self.has_hooks:
+            return
+        for index, (segment, q) in enumerate(
+            zip(self.segments, split(query, self.segments), strict=True)
+        ):
+            if index in self._ended:
+                continue
+            try:
+                if segment.hook is not None:
+                    segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+            except StopForward:  # it has seen enough; others may not have
+                self._ended.add(index)
             if segment.until == layer:
-                raise StopForward
+                self._ended.add(index)
+        if len(self._ended) == len(self.segments):
+            raise StopForward
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules

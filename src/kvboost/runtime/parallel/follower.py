@@ -37,7 +37,7 @@ class Follower:
         self._ram: RamTier
         self._kvs: dict[int, RequestKV] = {}
         self._parts: dict[int, KVData] = {}
-        self._hook: Hook | None = None
+        self._hooks: list[Hook] = []
 
     def serve(self) -> None:
         """Returns when rank 0 has ended, or when this rank has failed."""
@@ -99,13 +99,13 @@ class Follower:
     @do.register
     def _(self, message: messages.Run) -> None:
         segments = [self._segment(segment) for segment in message.segments]
-        self._hook = segments[-1].hook
+        self._hooks = [segment.hook for segment in segments if segment.hook is not None]
         self._model.forward(segments)
 
     @do.register
-    def _(self, message: messages.Observed) -> torch.Tensor | None:
-        found = None if self._hook is None else self._hook.observed()
-        return None if found is None else found.cpu()
+    def _(self, message: messages.Observed) -> list[torch.Tensor | None]:
+        found = [hook.observed() for hook in self._hooks]
+        return [None if seen is None else seen.cpu() for seen in found]
 
     @do.register
     def _(self, message: messages.Place) -> None:

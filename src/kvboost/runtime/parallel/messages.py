@@ -87,7 +87,8 @@ class Run(Message):
 
 @dataclass(frozen=True)
 class Observed(Message):
-    """Asks for what the hook of the last segment has observed."""
+    """Asks for what each hook of the last forward has observed; None for one that observes
+    nothing."""
 
     answered = True
 

@@ -45,11 +45,13 @@ class LeadingForward(PartForward):
         with self._ranks.together():
             self._ranks.cast(Run(tuple(_describe(segment) for segment in segments)))
             logits = super().__call__(segments)
-            hook = segments[-1].hook
-            own = None if hook is None else hook.observed()
-            if hook is not None and own is not None:
-                assert len(segments) == 1, "a probe runs alone"
-                _add_up(own, self._ranks.ask(Observed()), averages=hook.averages)
+            hooks = [segment.hook for segment in segments if segment.hook is not None]
+            own = [hook.observed() for hook in hooks]
+            if any(seen is not None for seen in own):
+                others = zip(*self._ranks.ask(Observed()), strict=True)
+                for hook, seen, parts in zip(hooks, own, others, strict=True):
+                    if seen is not None:
+                        _add_up(seen, parts, averages=hook.averages)
             return logits
 
 
