@@ -19,7 +19,7 @@ import torch
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.model.execution.segment import Hook
-from kvboost.reuse.probe import AttentionMass, Bands, Deviation
+from kvboost.reuse.probe import AttentionMass, Bands, Deviation, Probe
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
 PROBE_ROWS, LEAST_PROBE_ROWS = 64, 16
@@ -95,23 +95,20 @@ def probe_rows(runs: Sequence[MovedRun]) -> int:
 
 
 class RepairStep(NamedTuple):
-    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a hook
-    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees.
-    Rows that are ``absent`` are not attended to."""
+    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a
+    ``shift`` of others. Or they run up to layer ``until`` only, for what ``probe`` sees. Rows that
+    are ``absent`` are not attended to."""
 
     positions: torch.Tensor
-    hook: Hook | None
+    shift: Hook | None = None
+    probe: Probe | None = None
     until: int | None = None
     absent: torch.Tensor | None = None
 
     @property
-    def is_probe(self) -> bool:
-        return self.until is not None
-
-    @property
     def is_complete(self) -> Callable[[], bool] | None:
-        """Whether the hook has seen all, if a GPU may still be at it."""
-        return None if self.hook is None else self.hook.is_complete
+        """Whether the probe has seen all, if a GPU may still be at it."""
+        return None if self.probe is None else self.probe.is_complete
 
 
 @dataclass(frozen=True)
@@ -254,12 +251,13 @@ class MovedText:
     def _probe(
         self,
         positions: Positions,
-        hook: Hook,
+        probe: Probe,
         until: int,
         absent: torch.Tensor | None = None,
     ) -> RepairStep:
         self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
-        return RepairStep(torch.from_numpy(positions), hook, until, absent)
+        rows = torch.from_numpy(positions)
+        return RepairStep(rows, probe=probe, until=until, absent=absent)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""

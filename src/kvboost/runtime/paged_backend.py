@@ -19,7 +19,6 @@ from kvboost.model.execution.kv import Prefix, RequestKV
 from kvboost.model.paged import draft_steps
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import Capture, NoCapture, make_capture
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.steps import bucket_of
@@ -76,7 +75,7 @@ class PagedBackend(Backend):
 
     def rows_of(self, kv: RequestKV) -> RequestRows:
         forwards = self.forwards
-        if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
+        if forwards is None or kv.slab is not forwards.slab:
             return super().rows_of(kv)
         most = forwards.most_rows
         return PagedRequest(kv, forwards.kernels, self.packer, most, self._page_store)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,11 +20,14 @@ if TYPE_CHECKING:
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
-@dataclass(eq=False)
 class Prefix:
     """The first ``count`` rows of a request. They are written, and several requests read them."""
 
-    count: int
+    pages: Sequence[int] | None = None
+    """The pages that they fill; None if they are in a buffer."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
 
 class SharedRows(Prefix):
@@ -248,6 +250,19 @@ class RequestKV:
             )
             for theirs, own in ((self.base.keys, self._keys), (self.base.values, self._values))
         )
+
+
+class LayerRows(Protocol):
+    """The rows of a request as hooks see them, one layer at a time: see :class:`RequestKV`."""
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def changing(
+        self, layer: int, start: int, end: int
+    ) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]: ...
 
 
 Layers = tuple[torch.Tensor, ...]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv import LayerRows, RequestKV
 
 if TYPE_CHECKING:
     from kvboost.model.paged.sampling import RowSampler
@@ -63,8 +63,8 @@ class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
 
-    kv: RequestKV
-    """That of the segment, which sets it."""
+    kv: LayerRows
+    """The rows of its request; a segment sets it to its own."""
     kind: str | None = None
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None

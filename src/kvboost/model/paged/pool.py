@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvboost.model import triton
-from kvboost.model.execution.kv import KVPool, Prefix, RequestKV, SharedRows
+from kvboost.model.execution.kv import KVPool, Prefix, RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.paged.kv import PagedKV, SharedPages
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
 if TYPE_CHECKING:
@@ -91,20 +91,20 @@ class PagedPool(KVPool):
     @contextmanager
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
         is_far = self.far is not None and self.far.takes(num_tokens)
-        if is_far or isinstance(base, SharedRows):
+        shared = () if base is None else base.pages
+        if is_far or shared is None:
             with super().lend(num_tokens, base) as kv:
                 yield kv
             return
-        shared = base if isinstance(base, SharedPages) else None
         slab = self.slab
-        holding = slab.take(num_tokens, shared.pages if shared else ())
+        holding = slab.take(num_tokens, shared)
         if holding is None:
             with super().lend(num_tokens) as kv:
                 yield kv
             return
         self._lent.add(holding.serial)
         try:
-            yield PagedKV(slab, holding, shared)
+            yield PagedKV(slab, holding, base)
         finally:
             slab.release(holding)
             self._lent.discard(holding.serial)
