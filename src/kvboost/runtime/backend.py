@@ -25,7 +25,7 @@ from kvboost.model.execution.mixed_kv import make_pool
 from kvboost.model.far.store import FarStore
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.reuse.assemble import MixedPacker, Packer, StatePacker
+from kvboost.reuse.assemble import Packer, StatePacker
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import AnyRotation, MixedRotation, Rotation
@@ -163,14 +163,11 @@ class Backend:
         return pool
 
     def _make_packer(self) -> Packer:
+        packer = Packer(*self._make_quantizers())
         if not self.model.forward.states:
-            return self._make_row_packer()
+            return packer
         own = self.tiers.ram.own if self.device.is_host else torch.clone
-        return StatePacker(self._make_row_packer(), own)
-
-    def _make_row_packer(self) -> Packer:
-        quantizers = self._make_quantizers()
-        return Packer(quantizers[0]) if len(quantizers) == 1 else MixedPacker(quantizers)
+        return StatePacker(packer, own)
 
     def _make_quantizers(self) -> list[Quantizer]:
         """One for each group of layers that are alike."""

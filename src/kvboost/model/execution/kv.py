@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -96,6 +96,16 @@ class RequestKV:
         self.data = data
         # A view per layer, made once: on a GPU every view made per step costs as much as a kernel.
         self._keys, self._values = _by_layer(data)
+
+    @property
+    def number(self) -> int | None:
+        """The number by which other ranks know it; None if there are no others."""
+        return None
+
+    @property
+    def groups(self) -> Sequence[RequestKV]:
+        """As those of :class:`MixedKV`: there is one."""
+        return (self,)
 
     @property
     def capacity(self) -> int:
@@ -310,8 +320,17 @@ class KVPool:
     far: LargerPool | None = None
     """Lends to requests that are too large for this pool, if they may have far rows."""
 
-    def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        max_idle: int = 2,
+        max_idle_bytes: int = 1024**3,
+        *,
+        make: Callable[[KVShape, int], RequestKV] = RequestKV,
+    ) -> None:
+        """``make`` gives KV of ``shape`` for so many rows."""
         self.shape = shape
+        self._make = make
         self._max_idle = max_idle
         self._max_idle_bytes = max_idle_bytes
         self._idle: list[RequestKV] = []
@@ -362,10 +381,7 @@ class KVPool:
             if idle is not None:
                 self._idle.remove(idle)
                 return idle
-        return self._make(num_tokens)
-
-    def _make(self, num_tokens: int) -> RequestKV:
-        return RequestKV(self.shape, num_tokens)
+        return self._make(self.shape, num_tokens)
 
     def _fitting(self, num_tokens: int) -> RequestKV | None:
         fitting = (kv for kv in self._idle if kv.capacity >= num_tokens)
