@@ -7,11 +7,11 @@ chooses rows to recompute. Those and all new rows then go through one packed for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.model.execution.segment import Hook
+from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation, Probe
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
@@ -120,29 +121,12 @@ class RepairChoice:
     shift: bool = False
 
 
-class MovedPlan(Protocol):
-    """The facts of a plan that a repair needs."""
-
-    @property
-    def moved(self) -> tuple[MovedRun, ...]: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt."""
-
-    @property
-    def num_moved(self) -> int: ...
-
-    def computed(self) -> Iterable[range]:
-        """The rows that are not known."""
-
-
 @dataclass
 class MovedText:
     """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing and
     repairing them has cost."""
 
-    plan: MovedPlan
+    plan: Plan
     live_end: int
     num_layers: int
     charged_tokens: float = field(default=0.0, init=False)

@@ -65,7 +65,7 @@ class Repairer:
         and ``SCRATCH_PAGE``."""
         total = len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        moved = MovedText(load, total, len(self._pages.caches))
+        moved = MovedText(load.plan, total, len(self._pages.caches))
         rows = self._rows(table, total)
         steps = repair_rows(moved, load.repair, rows, slice_rows, end=load.end)
         while True:

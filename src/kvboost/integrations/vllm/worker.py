@@ -334,7 +334,7 @@ class Worker:
         self._ahead.pop(load.request_id, None)
         if self._open_pages.on_gpu:
             self._passing.append((torch.cuda.current_stream().record_event(), chunks))
-        if load.moved:
+        if load.plan.moved:
             assert self._repairer is not None
             yield from self._repairer.repair(load, tables[0], self._options.slice_rows)
 
