@@ -96,7 +96,7 @@ class PagedBackend(Backend):
             found.append(self.model.placement.note)
         if has_adapters:
             found.append("prompts with adapters are read without CUDA graphs and fused layers")
-        return [note for note in found if note is not None] if self.device.may_page else []
+        return [note for note in found if note is not None] if self.device.gpu is not None else []
 
     def close(self) -> None:
         """Releases pages and graphs. Graphs and what they run refer to one another, so only

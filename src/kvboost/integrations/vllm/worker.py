@@ -186,7 +186,7 @@ class Worker:
         if pages.on_gpu:
             self._stream = torch.cuda.Stream(pages.device)
             streams = [torch.cuda.current_stream(), self._stream]
-        locked = partial(host_memory, device=pages.device)
+        locked = host_memory if pages.on_gpu else None
         tiers = open_tiers(
             self._options.engine_of(rank, size), pages.device, locked, streams=streams
         )
@@ -477,7 +477,7 @@ def _layer_number(name: str) -> tuple[list[int], str]:
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     """Our kernels, where they serve these pages."""
-    if not pages.on_gpu or not pages.is_plain or not triton.is_available():
+    if not pages.is_plain or not triton.serves(pages.device):
         return None
     from kvboost.reuse.paged.kernels import GpuKernels
 

@@ -12,6 +12,7 @@ import torch
 from kvboost.model import triton
 from kvboost.model.execution.kv import KVPool, Prefix, RequestKV
 from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.loading.device import has_capability
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
@@ -37,13 +38,9 @@ def why_buffers(forward: Forward) -> str:
 
 def why_no_pages(device: torch.device) -> str:
     """Why no model on this device has pages; empty if one can."""
-    if device.type != "cuda":
-        return "only on NVIDIA GPUs"
-    if not triton.is_available():
-        return "triton is not installed"
-    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_capability(device):
         return "only on NVIDIA GPUs of compute capability 8.0 and later"
-    return ""
+    return "" if triton.is_available() else "triton is not installed"
 
 
 class PagedPool(KVPool):

@@ -20,6 +20,7 @@ from kvboost.model.loading.parallel import load_part
 from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
+from kvboost.runtime.devices import device_of
 from kvboost.runtime.parallel.messages import Call, Failure, SegmentMessage
 from kvboost.runtime.parallel.ranks import Link, join_group
 
@@ -70,7 +71,8 @@ class Follower:
         """An engine with these options begins; the last one has ended. Its chunks are gone."""
         self._kvs.clear()
         self._parts.clear()
-        self._ram = RamTier(sys.maxsize, pinned=self._device.type == "cuda")
+        gpu = device_of(self._device).gpu
+        self._ram = RamTier(sys.maxsize, pinned=gpu is not None)
         self._quantizer = make_quantizer(self._model, self._rotation, self._ram, kv_cache_bits)
 
     def new_kv(self, kv: int, num_tokens: int) -> None:
