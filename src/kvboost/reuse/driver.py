@@ -15,6 +15,7 @@ import torch
 
 from kvboost.config import RepairParams
 from kvboost.model.execution.segment import Hook
+from kvboost.reuse.probe import Probe
 from kvboost.reuse.repair import STRATEGIES, MovedText, RepairStep
 from kvboost.reuse.shift import Positions, Spans, Which
 
@@ -25,6 +26,13 @@ class ShiftedRows(Protocol):
     def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
         there is nothing to shift."""
+
+
+class RepairedRows(ShiftedRows, Protocol):
+    """The same, wherever they are: in a buffer, in our pages or in vLLM's."""
+
+    def probe(self, probe: Probe, positions: torch.Tensor) -> Hook:
+        """The hook that observes here what ``probe`` asks for, of the rows at ``positions``."""
 
 
 Given = torch.Tensor | None

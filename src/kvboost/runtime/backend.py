@@ -4,7 +4,7 @@ made. Here requests have buffers; ``runtime/paged_backend.py`` gives them pages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from kvboost.model.execution.mixed_kv import make_pool
 from kvboost.model.far.store import FarStore
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.reuse.assemble import MixedPacker, Packer, StatePacker
+from kvboost.reuse.assemble import Packer, StatePacker
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import AnyRotation, MixedRotation, Rotation
@@ -139,11 +139,13 @@ class Backend:
 
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could, and which option has no effect."""
-        pages = f"requests have no pages: {self._why_buffers}"
-        bits = self._config.kv_cache_bits
-        latents = f"kv_cache_bits={bits} has no effect: latents are stored in 16 bits or more"
-        has_no_effect = self.model.forward.keeps_latents and bits < 16
-        return [*([pages] if self.device.may_page else []), *([latents] if has_no_effect else [])]
+        notes, bits = [], self._config.kv_cache_bits
+        if self.device.gpu is not None:
+            notes.append(f"requests have no pages: {self._why_buffers}")
+        if self.model.forward.keeps_latents and bits < 16:
+            told = "has no effect: latents are stored in 16 bits or more"
+            notes.append(f"kv_cache_bits={bits} {told}")
+        return notes
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
@@ -152,9 +154,8 @@ class Backend:
         self.model.forward.release()
 
     def _open_tiers(self) -> Tiers:
-        device = self.model.device
-        locked = partial(host_memory, device=device)
-        return open_tiers(self._config, device, locked, self.kept_bytes)
+        locked = None if self.device.gpu is None else host_memory
+        return open_tiers(self._config, self.model.device, locked, self.kept_bytes)
 
     def _make_pool(self) -> KVPool:
         pool = make_pool(self.model.forward.shape, MAX_IDLE)
@@ -163,14 +164,11 @@ class Backend:
         return pool
 
     def _make_packer(self) -> Packer:
+        packer = Packer(*self._make_quantizers())
         if not self.model.forward.states:
-            return self._make_row_packer()
+            return packer
         own = self.tiers.ram.own if self.device.is_host else torch.clone
-        return StatePacker(self._make_row_packer(), own)
-
-    def _make_row_packer(self) -> Packer:
-        quantizers = self._make_quantizers()
-        return Packer(quantizers[0]) if len(quantizers) == 1 else MixedPacker(quantizers)
+        return StatePacker(packer, own)
 
     def _make_quantizers(self) -> list[Quantizer]:
         """One for each group of layers that are alike."""
@@ -199,7 +197,7 @@ class Backend:
             raise ConfigError(
                 f"far_kv_bytes={config.far_kv_bytes:,} cannot be used: {place}; leave it at 0"
             )
-        fits = self.max_kv_bytes - (near if self.device.may_page else 0)
+        fits = self.max_kv_bytes - (near if self.device.gpu is not None else 0)
         return FarStore(
             forward.uniform_shape,
             place,

@@ -25,6 +25,7 @@ from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Keep, Load
 from kvboost.integrations.vllm.states import StatePages
 from kvboost.model import triton
+from kvboost.reuse.plan import Plan
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
 from support.connectors import Base, Full, Role, connector
@@ -209,7 +210,10 @@ def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
     worker._data.fetch = lambda planned: None
     hits = hits_of(infos)
     ids = as_token_ids(range(30))
-    found, lost = Load("found", ids, 0, 24, hits), Load("lost", ids, 12, 24, hits[1:])
+    found, lost = (
+        Load("found", ids, Plan(30, hits), 24),
+        Load("lost", ids, Plan(30, hits[1:], (), 12), 24),
+    )
     said = connector.Report()
     assert worker.step(connector.Step(fetches=[found, lost])) == set()
     while not (said.fetched and said.failed):
@@ -287,7 +291,7 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
     worker._data.at_hand = lambda planned: chunks
     worker._data.drop = dropped.extend
     hits = hits_of(infos)
-    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=((5, 1, 3), (0, 0, 2)))
+    load = Load("a", as_token_ids(range(30)), Plan(30, hits), 24, tables=((5, 1, 3), (0, 0, 2)))
     before = [one.clone() for one in layers]
     worker.step(connector.Step(fetches=[load]))
     if not is_whole:  # another process has stored the last chunk without states
@@ -312,7 +316,9 @@ def test_states_on_the_way_are_let_go(connector: Any) -> None:
     worker._data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
     hits = hits_of(infos)
     while "a" not in worker._held:
-        worker.step(connector.Step(fetches=[Load("a", as_token_ids(range(30)), 0, 24, hits)]))
+        worker.step(
+            connector.Step(fetches=[Load("a", as_token_ids(range(30)), Plan(30, hits), 24)])
+        )
     first, last = worker._held["a"]
     assert not states_of(first.data) and len(states_of(last.data)) == 1
     worker._thread.shutdown()

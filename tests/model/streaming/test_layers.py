@@ -133,7 +133,7 @@ def test_a_slab_holds_tensors_of_any_type() -> None:
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layout = SlabLayout(layer)
     assert layout.num_bytes == 3 * ALIGNMENT
-    slab = host_memory(layout.num_bytes, torch.device("cpu"))
+    slab = host_memory(layout.num_bytes)
     layout.save(slab)
     other = slab.clone()
     layout.bind(other)

@@ -17,7 +17,7 @@ from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.execution.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
-from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
+from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from support.split_models import save_model, split_engine, whole_engine
 from support.tiny import DEVICE
@@ -95,7 +95,7 @@ def parts_of(engine: KVBoost) -> dict[str, int]:
 
 
 def are_there(ranks: Ranks, numbers: list[int]) -> list[bool]:
-    return [ranks.ask(Has(number))[0] for number in numbers]
+    return [ranks.ask(Follower.has, number)[0] for number in numbers]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -166,8 +166,9 @@ def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -
             heads = [kv.rows(hit.start, hit.end).clone()]
             if isinstance(kv, ShardedKV):
                 copy = ranks.new_handle().number
-                ranks.ask(PackRows(copy, kv.number, hit.start, hit.end, None, 0))
-                heads += [part.tensors[PLAIN] for part in ranks.ask(Give(copy))]
+                ranks.ask(Follower.pack, copy, kv.number, hit.start, hit.end, None, 0)
+                given = ranks.ask(Follower.give, copy)
+                heads += [part.tensors[PLAIN] for part in given if part is not None]
             mixed.append(torch.cat(heads, 2))
 
     monkeypatch.setattr(packer, "place", recorded)
@@ -272,7 +273,7 @@ def test_a_chunk_that_one_rank_has_lost_is_a_miss(ranks: Ranks, two: Make) -> No
     expected = engine.generate(TEXT + QUESTION, 8)
     parts = parts_of(engine)
     chunks = sorted(engine.chunks(), key=lambda chunk: int(chunk["position"]))
-    ranks.cast(Release((parts[chunks[1]["key"]],)))
+    ranks.cast(Follower.release, [parts[chunks[1]["key"]]])
     given = engine.generate(TEXT + QUESTION, 8)
     assert given.token_ids == expected.token_ids
     assert given.reuse.count(SpanKind.EXACT) == 16, "only the first chunk served"

@@ -18,7 +18,7 @@ from kvboost.cache.events.announcements import Announcements, Removed, Stored
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.lookup.catalogue import holding
-from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
@@ -61,21 +61,23 @@ class Hello:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows ``[first, end)`` of a request, to be put into the pages of its ``tables``: ``in_place``
-    hits as they are, ``moved`` runs rotated and repaired; the others are computed. Further
-    ``copies`` of moved rows are mixed with them. Rows whose page is 0 in a group's table are left
-    out there: no row to come sees them."""
+    """Rows of a request up to ``end``, to be put into the pages of its ``tables`` as ``plan`` says;
+    vLLM has those before ``first``. Further ``copies`` of moved rows are mixed with them. Rows
+    whose page is 0 in a group's table are left out there: no row to come sees them."""
 
     request_id: str
     token_ids: TokenIds = field(compare=False)
     """Of the whole prompt."""
-    first: int
+    plan: Plan
+    """Of the whole prompt, of which vLLM computes the rows from ``end`` on."""
     end: int
-    in_place: tuple[Hit, ...]
-    moved: tuple[MovedRun, ...] = ()
     repair: RepairParams = field(default_factory=RepairParams)
     tables: Tables = ()
     copies: tuple[tuple[Hit, ...], ...] = ()
+
+    @property
+    def first(self) -> int:
+        return self.plan.num_shared
 
     @property
     def name(self) -> tuple[str, int]:
@@ -83,42 +85,26 @@ class Load:
         return self.request_id, self.first
 
     @property
-    def hits(self) -> tuple[Hit, ...]:
-        """All of them but the copies, in order."""
-        return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
-
-    @property
     def infos(self) -> list[ChunkInfo]:
         """The chunks it needs, in order, those of copies last."""
-        return [hit.chunk for hits in (self.hits, *self.copies) for hit in hits]
+        return [hit.chunk for hits in (self.plan.hits, *self.copies) for hit in hits]
 
     def failed(self) -> Load:
         """The rest of it when its rows could not be loaded."""
-        return replace(self, end=self.first, in_place=(), moved=(), copies=())
+        plan = replace(self.plan, in_place=(), moved=())
+        return replace(self, end=self.first, plan=plan, copies=())
 
     def computed(self) -> list[range]:
-        """The rows that are neither in place nor moved."""
-        known = [(hit.start, hit.end) for hit in self.in_place]
-        known += [(run.start, run.end) for run in self.moved]
-        ranges, row = [], self.first
-        for start, end in [*known, (self.end, self.end)]:
-            if start > row:
-                ranges.append(range(row, start))
-            row = max(row, end)
-        return ranges
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_moved(self) -> int:
-        return sum(run.end - run.start for run in self.moved)
+        """Its rows that are neither in place nor moved."""
+        unknown = self.plan.computed()
+        return [
+            range(one.start, min(one.stop, self.end)) for one in unknown if one.start < self.end
+        ]
 
     @property
     def exact_rows(self) -> int:
         """Where the first approximate row is; ``end`` if there is none."""
-        return self.moved[0].start if self.moved else self.end
+        return min(self.plan.exact_rows, self.end)
 
 
 @dataclass(frozen=True)
@@ -260,8 +246,8 @@ class Planner:
             if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
                 plan = plan.without_moved()
             load = self._load(request_id, token_ids, local, plan, repair)
-        if load is not None and load.moved:
-            load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
+        if load is not None and load.plan.moved:
+            load = replace(load, copies=further_copies(known.moved, load.plan.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
         index.remove([key for key in in_remote if key not in used])
         return load
@@ -405,7 +391,8 @@ class Planner:
         if end - local < LEAST_ROWS:
             return None
         in_place = tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end)
-        return Load(request_id, token_ids, local, end, in_place, moved, repair)
+        plan = replace(plan, in_place=in_place, moved=moved)
+        return Load(request_id, token_ids, plan, end, repair)
 
     def _refresh(self, *, now: bool = False) -> None:
         """Notices what processes have written to the folder or removed from it."""

@@ -186,7 +186,7 @@ class Worker:
         if pages.on_gpu:
             self._stream = torch.cuda.Stream(pages.device)
             streams = [torch.cuda.current_stream(), self._stream]
-        locked = partial(host_memory, device=pages.device)
+        locked = host_memory if pages.on_gpu else None
         tiers = open_tiers(
             self._options.engine_of(rank, size), pages.device, locked, streams=streams
         )
@@ -334,7 +334,7 @@ class Worker:
         self._ahead.pop(load.request_id, None)
         if self._open_pages.on_gpu:
             self._passing.append((torch.cuda.current_stream().record_event(), chunks))
-        if load.moved:
+        if load.plan.moved:
             assert self._repairer is not None
             yield from self._repairer.repair(load, tables[0], self._options.slice_rows)
 
@@ -477,7 +477,7 @@ def _layer_number(name: str) -> tuple[list[int], str]:
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     """Our kernels, where they serve these pages."""
-    if not pages.on_gpu or not pages.is_plain or not triton.is_available():
+    if not pages.is_plain or not triton.serves(pages.device):
         return None
     from kvboost.reuse.paged.kernels import GpuKernels
 

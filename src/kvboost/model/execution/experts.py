@@ -33,7 +33,7 @@ class Experts:
     @classmethod
     def of(cls, model: Any) -> Experts | None:
         """None if the model has none that our kernels know, or is not where they run."""
-        if model.device.type != "cuda" or not triton.is_available():
+        if not triton.serves(model.device):
             return None
         experts = cls(model)
         if not experts.are_known:

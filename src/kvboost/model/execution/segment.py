@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv import LayerRows, RequestKV
 
 if TYPE_CHECKING:
     from kvboost.model.paged.sampling import RowSampler
 
 BLOCK_ROWS = 512
-GRID = 64
-"""For 16-bit numbers on a CPU, torch compiles a kernel for every number of rows and keys and keeps
-them all. Hits end anywhere, so there would be ever more of them: sizes are rounded up to this."""
 
 
 class ChunkWindow(int):
@@ -63,8 +60,8 @@ class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
 
-    kv: RequestKV
-    """That of the segment, which sets it."""
+    kv: LayerRows
+    """The rows of its request; a segment sets it to its own."""
     kind: str | None = None
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None
@@ -190,7 +187,8 @@ class Segment:
         matrix: additive ``[groups * rows, keys]``, on the grid; made once a forward."""
         if groups not in self._own_masks:
             rows = self.position_ids(like.device) - self.kv.own_start
-            self._own_masks[groups] = Block.of(0, rows, None, like).mask.repeat(groups, 1)
+            own = Block.of(0, rows, None, like, grid=self.kv.shape.grid)
+            self._own_masks[groups] = own.mask.repeat(groups, 1)
         return self._own_masks[groups]
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
@@ -198,8 +196,9 @@ class Segment:
         if window not in self._blocks:
             positions = self.position_ids(like.device)
             rules = window, like, self.absent, self.whole_images
+            grid = self.kv.shape.grid
             self._blocks[window] = [
-                Block.of(start, positions[start : start + BLOCK_ROWS], *rules)
+                Block.of(start, positions[start : start + BLOCK_ROWS], *rules, grid=grid)
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
@@ -227,10 +226,11 @@ class Block:
         like: torch.Tensor,
         absent: torch.Tensor | None = None,
         ahead: Sequence[tuple[int, int]] = (),
+        *,
+        grid: int = 1,
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
         reach = max(last + 1, *(end for begin, end in ahead if begin <= last), 0)
-        grid = grid_of(like)
         first_key = 0
         if isinstance(window, ChunkWindow):
             first_key = first // window * window // grid * grid
@@ -252,11 +252,6 @@ class Block:
         mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
         mask[: len(positions)].masked_fill_(hidden, float("-inf"))
         return cls(start, start + len(positions), first_key, end_key, mask)
-
-
-def grid_of(like: torch.Tensor) -> int:
-    """The grid to which numbers of rows and keys are rounded up for tensors like this one."""
-    return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
 
 
 def round_up(length: int, grid: int) -> int:

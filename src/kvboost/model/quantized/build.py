@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvboost.errors import ModelError
+from kvboost.model.execution.traits import traits_of
 from kvboost.model.loading.machine import release_freed_memory
 from kvboost.model.native.quantized_product import WEIGHTS_AT_ONCE
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
@@ -138,7 +139,7 @@ def _embedding(
 ) -> QuantizedEmbedding:
     """On a CPU, rows are read from the checkpoint when they are asked for; elsewhere the codes are
     copied to their place."""
-    if device.type == "cpu":
+    if traits_of(device).is_host:
         rows, identity = checkpoint.rows(source), checkpoint.digest(source)
     else:
         weight = checkpoint.quantized(source).to(place)
