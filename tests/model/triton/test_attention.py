@@ -157,6 +157,46 @@ def test_odd_sizes(dim: int, heads: int, dtype: torch.dtype) -> None:
     assert close(given, attention(query, pages, positions, tables, SCALE)[0])
 
 
+@pytest.mark.parametrize(
+    ("dim", "rotated", "heads", "dtype"),
+    [(32, 16, 20, torch.bfloat16), (20, 8, 16, torch.float32), (18, 6, 3, torch.float32)],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_that_are_keys_and_values_in_one(
+    dim: int, rotated: int, heads: int, dtype: torch.dtype, parts: int
+) -> None:
+    """Latents, for more heads than one tile has rows and for fewer; some rows are hidden."""
+    torch.manual_seed(dim)
+    pages = make_pages(24, 1, 16, dim, dtype, "heads first")
+    tables = make_tables(2, 12, 24)
+    positions = [scattered(5, 190), scattered(2, 65)]
+    for table, own in zip(tables.long(), positions, strict=True):
+        pages[table[int(own[-1]) // 16 + 1 :]] = float("nan")  # never written
+    query = random(9, 2 * dim, heads, dtype=dtype).transpose(1, 2)  # strided, and two are padding
+    tile = replace(tile_for(dtype), rows=16)
+    rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)
+    absent = torch.zeros(2, 192, dtype=torch.bool, device=DEVICE)
+    absent[0, 3:40] = True
+    absent[:, torch.cat(positions)] = False
+    for options in ({}, {"absent": absent}, {"window": 30, "softcap": 3.0}):
+        lse = random(7, heads)
+        out = torch.full((9, heads, 2 * dim), 5.0, dtype=dtype, device=DEVICE)
+        attend(query, pages, rows, SCALE, rotated=rotated, out=out, lse=lse, **options)  # type: ignore[arg-type]
+        expected, sums = attention(
+            *(query, pages.nan_to_num(), positions, tables, SCALE), rotated=rotated, **options
+        )
+        assert close(out[:7, :, rotated:], expected)
+        assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
+        assert (out[:, :, :rotated] == 5).all() and (out[7:] == 5).all()
+        if options:
+            continue
+        written_out = torch_kernels.attend(query, pages, rows, SCALE, rotated=rotated)
+        assert close(written_out[:7, :, rotated:], expected)
+    with pytest.raises(ValueError, match="channels of 2 heads of latents rotate"):
+        two = make_pages(24, 2, 16, dim, dtype, "heads first")
+        attend(query, two, rows, SCALE, rotated=rotated)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_windows_caps_and_absent_rows(parts: int) -> None:
     torch.manual_seed(3)
