@@ -112,6 +112,11 @@ class Backend:
             return formats[0]
         return MixedFormat(formats, states.tensors)
 
+    @property
+    def _packs(self) -> bool:
+        """Whether stored rows may have fewer than 16 bits."""
+        return self._config.kv_cache_bits < 16 and not self.model.forward.keeps_latents
+
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
         cost."""
@@ -142,8 +147,9 @@ class Backend:
         pages = f"requests have no pages: {self._why_buffers}"
         bits = self._config.kv_cache_bits
         latents = f"kv_cache_bits={bits} has no effect: latents are stored in 16 bits or more"
-        has_no_effect = self.model.forward.keeps_latents and bits < 16
-        return [*([pages] if self.device.may_page else []), *([latents] if has_no_effect else [])]
+        says_pages = self.device.may_page and self._why_buffers
+        has_no_effect = bits < 16 and not self._packs
+        return [*([pages] if says_pages else []), *([latents] if has_no_effect else [])]
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
