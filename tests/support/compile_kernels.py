@@ -46,11 +46,22 @@ SIZES = {
     "INTERLEAVED": False, "OFFSETS": False, "BIAS": True, "JOINED": False, "ROTATED": 0,
     "TURNS": 16,
 }  # fmt: skip
-IN_PAGES = {"whole": None, "keys": None, "values": None, "dense_rows": 0}
+IN_PAGES = {"whole": None, "turns": None, "keys": None, "values": None, "dense_rows": 0}
 TILE = "tensordesc<bf16[16, 32]>"
 WHOLE_PAGES = {**IN_PAGES, "whole": TILE, "DIM": 32}
-DENSE = {"whole": None, "keys": TILE, "values": TILE, "DIM": 32}
-LATENTS = {"ROTATED": 64, "TURNS": 64, "DIM": 512, "WIDE": 512, "KEYS": 32, "PAGE": 64}
+LATENTS = {
+    "ROTATED": 64, "TURNS": 64, "DIM": 512, "WIDE": 512, "KEYS": 32, "PAGE": 64, "GROUP": 16,
+    "WARPS": 8,
+}  # fmt: skip
+PAGES_OF_LATENTS = {
+    **IN_PAGES,
+    **LATENTS,
+    "whole": "tensordesc<bf16[64, 512]>",
+    "turns": "tensordesc<bf16[64, 64]>",
+    "KEYS": 64,
+    "ROWS": 64,
+}
+DENSE = {"turns": None, "whole": None, "keys": TILE, "values": TILE, "DIM": 32}
 ALL_KEYS = dict.fromkeys(("absent", "window", "cap", "sinks", "lse"))
 ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
 PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
@@ -89,7 +100,8 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **WHOLE_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),
     (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None, **IN_PAGES}),
-    (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES, **LATENTS, "GROUP": 16}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES, **LATENTS}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **PAGES_OF_LATENTS}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
     (dense._gather_kernel, "bf16", {"counted": None}),
@@ -128,7 +140,8 @@ def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}
     )
-    triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+    warps = given.get("WARPS", 4)
+    triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 2})
     print(kernel.__name__, number)
 
 

@@ -113,7 +113,7 @@ def test_whole_pages(end: int, requests: int, dtype: torch.dtype, monkeypatch: M
 
     def using(*given: object) -> object:
         found = whole(*given)
-        used.extend([found] if found is not None else [])
+        used.extend([found] if found[0] is not None else [])
         return found
 
     monkeypatch.setattr(attention_kernels, "_whole", using)
@@ -128,6 +128,43 @@ def test_whole_pages(end: int, requests: int, dtype: torch.dtype, monkeypatch: M
     assert len(used) == 2  # windows leave out most pages
     with pytest.raises(ValueError, match="pages have 8 rows; a tile of"):
         attend(query, make_pages(9, 2, 8, 32, dtype, "heads first"), rows, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("end", "rotated", "dtype"), [(128, 16, torch.float32), (150, 32, torch.bfloat16)]
+)
+def test_whole_pages_of_latents(
+    end: int, rotated: int, dtype: torch.dtype, monkeypatch: MonkeyPatch
+) -> None:
+    torch.manual_seed(end)
+    tile = replace(tile_for(dtype), reads="pages")
+    pages = make_pages(7, 1, tile.keys, (32 + rotated) // 2, dtype, "heads first").contiguous()
+    tables = make_tables(1, 5, 7)
+    positions = [torch.tensor([70, *range(end - 9, end)])]
+    table = tables[0].long()
+    pages[table[(end - 1) // tile.keys + 1 :]] = float("nan")  # never written
+    pages[table[(end - 1) // tile.keys], :, (end - 1) % tile.keys + 1 :] = float("nan")
+    query = random(10, 9, 32 + rotated, dtype=dtype)
+    used = []
+    whole = attention_kernels._whole
+    monkeypatch.setattr(
+        attention_kernels, "_whole", lambda *given: used.append(found := whole(*given)) or found
+    )
+    for parts in (1, 2):
+        rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)
+        given = attend(query, pages, rows, SCALE, softcap=3.0, rotated=rotated)
+        expected, _ = attention(
+            *(query, pages.nan_to_num(), positions, tables, SCALE), softcap=3.0, rotated=rotated
+        )
+        assert close(given[..., rotated:], expected)
+    assert all(found[0] is not None and found[1] is not None for found in used)
+    used.clear()
+    given = attend(query, pages, rows, SCALE, rotated=rotated + 4)  # no power of two
+    assert used == [(None, None)]
+    expected, _ = attention(
+        *(query, pages.nan_to_num(), positions, tables, SCALE), rotated=rotated + 4
+    )
+    assert close(given[..., rotated + 4 :], expected)
 
 
 @pytest.mark.parametrize("few", [0, 1 << 14])
@@ -347,6 +384,8 @@ def test_hopper_reads_whole_pages(monkeypatch: MonkeyPatch) -> None:
     for others in (pages.transpose(1, 2).contiguous().transpose(1, 2), pages[:, :, :32]):
         assert Tile.over(others, 100) == Tile.pick(100, torch.bfloat16)
     assert Tile.over(pages, 16) == Tile.pick(16, torch.bfloat16)  # decode steps
+    latents = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
+    assert Tile.over(latents, 100) == Tile(64, 64, 8, 2, "pages")
     monkeypatch.setattr(rows, "copies_tiles", lambda *_: False)
     assert Tile.over(pages, 100) == Tile.pick(100, torch.bfloat16)
 

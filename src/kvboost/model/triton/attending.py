@@ -133,6 +133,29 @@ def attend_cut_page(
 
 
 @triton.jit
+def attend_latent_pages(
+    acc, total, best, query, rotated, position, whole, turns, table, first, last, end, scale, cap,
+    ROTATED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """As ``attend_latents``, over whole pages, as ``attend_pages``. ``turns`` loads what rotates.
+    Anything may follow the key before ``end`` if pages are ``CUT``."""
+    factor = factor_of(scale, cap)
+    page = tl.load(table + tl.maximum(0, tl.minimum(first, last - 1)))
+    for number in range(first, last):
+        at = page * KEYS
+        page = tl.load(table + tl.minimum(number + 1, last - 1))
+        key = number * KEYS + tl.arange(0, KEYS)
+        latents = whole.load([at, ROTATED])
+        scores = product(query, latents.T) + product(rotated, turns.load([at, 0]).T)
+        scores = scores_of(scores, position, key, key < end, scale, cap, None, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        if CUT:
+            latents = tl.where((key < end)[:, None], latents, 0.0)
+        acc = acc * fade[:, None] + product(weights.to(latents.dtype), latents)
+    return acc, total, best
+
+
+@triton.jit
 def attend_dense_keys(
     acc, total, best, query, position, keys, values, begin, first, last, end, scale, cap,
     KEYS: tl.constexpr, MASKED: tl.constexpr,

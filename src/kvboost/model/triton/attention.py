@@ -21,6 +21,7 @@ from kvboost.model.triton.attending import (
     attend_cut_page,
     attend_dense_keys,
     attend_keys,
+    attend_latent_pages,
     attend_latents,
     attend_pages,
 )
@@ -50,7 +51,7 @@ ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 def _attend_kernel(
     query, query_row_stride, query_head_stride, positions, items, tables, table_stride, counted,
     pages, page_stride, head_stride, token_stride, absent, absent_stride, sinks,
-    out, out_row_stride, out_head_stride, lse, lse_row_stride, parts, part_lse, whole, keys,
+    out, out_row_stride, out_head_stride, lse, lse_row_stride, parts, part_lse, whole, turns, keys,
     values, dense_rows, scale, cap, window,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr,
     TURNS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -104,19 +105,41 @@ def _attend_kernel(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
+    if whole is not None:
+        present = end
+        if counted is not None:
+            present = tl.load(counted)
+        full = tl.maximum(plain, tl.minimum(last, present // KEYS))
     if ROTATED:
         turn = tl.arange(0, TURNS)[None, :]
         rotated = tl.load(own_query + turn, mask=used[:, None] & (turn < ROTATED), other=0.0)
-        acc, total, best = attend_latents(
-            acc, total, best, queries, rotated, position, pages, table, absent, first, plain,
-            end, page_stride, head_stride, token_stride, scale, cap, window,
-            DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS, MASKED=False,
-        )  # fmt: skip
-        acc, total, best = attend_latents(
-            acc, total, best, queries, rotated, position, pages, table, absent, plain, last,
-            end, page_stride, head_stride, token_stride, scale, cap, window,
-            DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS, MASKED=True,
-        )  # fmt: skip
+        if whole is None:
+            acc, total, best = attend_latents(
+                acc, total, best, queries, rotated, position, pages, table, absent, first, plain,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS,
+                MASKED=False,
+            )  # fmt: skip
+            acc, total, best = attend_latents(
+                acc, total, best, queries, rotated, position, pages, table, absent, plain, last,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS,
+                MASKED=True,
+            )  # fmt: skip
+        else:
+            acc, total, best = attend_latent_pages(
+                acc, total, best, queries, rotated, position, whole, turns, table, first, plain,
+                end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=False, CUT=False,
+            )  # fmt: skip
+            acc, total, best = attend_latent_pages(
+                acc, total, best, queries, rotated, position, whole, turns, table, plain, full,
+                end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=True, CUT=False,
+            )  # fmt: skip
+            if full < last:
+                acc, total, best = attend_latent_pages(
+                    acc, total, best, queries, rotated, position, whole, turns, table, full, last,
+                    end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=True, CUT=True,
+                )  # fmt: skip
     elif keys is not None:
         begin = head * dense_rows
         acc, total, best = attend_dense_keys(
@@ -132,10 +155,6 @@ def _attend_kernel(
             acc, total, best, queries, position, whole, table, head, first, plain,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
-        present = end
-        if counted is not None:
-            present = tl.load(counted)
-        full = tl.maximum(plain, tl.minimum(last, present // KEYS))
         acc, total, best = attend_pages(
             acc, total, best, queries, position, whole, table, head, plain, full,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=True,
@@ -239,15 +258,22 @@ def _check_query(
         )
 
 
-def _whole(pages: torch.Tensor, rows: TiledRows) -> TensorDescriptor | None:
-    """The descriptor that loads the keys or the values of a page; None if ``rows`` do not read
-    whole pages."""
+def _whole(
+    pages: torch.Tensor, rows: TiledRows, rotated: int | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The descriptors that load the keys or the values of a page, or its latents, and what is
+    rotated of these; None if ``rows`` do not read whole pages."""
     if rows.tile.reads != "pages":
-        return None
+        return None, None
     _, page, dim = check_pages(pages)
+    widths = (dim,) if rotated is None else (2 * dim - rotated, rotated)
+    if any(width & (width - 1) for width in widths):
+        return None, None
     if page != rows.tile.keys:
         raise ValueError(f"pages have {page} rows; a tile of {rows.tile.keys} keys is not a page")
-    return TensorDescriptor.from_tensor(pages.flatten(0, 2), [page, dim])
+    flat = pages.flatten(0, 2)
+    found = [TensorDescriptor.from_tensor(flat, [page, width]) for width in widths]
+    return found[0], found[1] if rotated is not None else None
 
 
 def _dense(
@@ -303,9 +329,9 @@ def attend(
         size = (rows.slots, kv_heads, rows.tile.rows)
         parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    sees_all = window is None and absent is None and rotated is None
-    whole = _whole(pages, rows) if sees_all else None
-    dense = _dense(pages, rows) if sees_all else (None, None, 0)
+    sees_all = window is None and absent is None
+    whole, turns = _whole(pages, rows, rotated) if sees_all else (None, None)
+    dense = _dense(pages, rows) if sees_all and rotated is None else (None, None, 0)
     to = out if rotated is None else out[:, :, rotated:]
     written = (to, out.stride(0), out.stride(1), lse, heads)
     _attend_kernel[(kv_heads, len(rows.items))](
@@ -314,7 +340,7 @@ def attend(
         None if whole is None else rows.num_keys,
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0), sinks),
-        *(*written, parts, part_lse, whole, *dense, scale, softcap, window),
+        *(*written, parts, part_lse, whole, turns, *dense, scale, softcap, window),
         GROUP=rows.group,
         DIM=dim,
         WIDE=wide,

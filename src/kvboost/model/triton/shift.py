@@ -24,7 +24,8 @@ ROWS = 32
 MOST_PROGRAMS = 256
 """Programs that shift rows of one head, several times if there are more rows. A captured plan is
 mostly padding, and a program that finds none but that ends."""
-WARPS = 4
+WARPS, WIDE_ROWS = 4, 256
+"""Programs of wider rows have twice as many warps: their errors would not fit registers."""
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -392,7 +393,7 @@ def shift(
         "WIDE_PAIRS": triton.next_power_of_2(pairs),
         "PAGE": page,
         "INTERLEAVED": interleaved,
-        "num_warps": WARPS,
+        "num_warps": WARPS if dim <= WIDE_ROWS else 2 * WARPS,
     }
     _errors_kernel[(spans, kv_heads)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),

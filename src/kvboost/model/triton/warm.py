@@ -70,10 +70,10 @@ def warm_up(
     if not joined and (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
         for parts in (1, 2):
             attend(query, pages, rows_of(tile, parts), 1.0)
-    if not joined and (tile := Tile.over(pages, LEAST_DENSE)).reads == "pages":
+    if (tile := Tile.over(pages, LEAST_DENSE)).reads == "pages":
         for parts, requests in product((1, 2), (1, 2)):
             rows = rows_of(tile, parts, requests)
-            attend(query.expand(2, -1, -1), pages, rows, 1.0)
+            attend(query.expand(2, -1, -1), pages, rows, 1.0, rotated=rotated)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
