@@ -95,6 +95,19 @@ def test_steps_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert leaks(engine) == []
 
 
+def test_many_rows_over_many_latents_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = None
+    for most, graphs in ((1 << 28, 1), (4 * 16 * 91, 0)):  # heads, rows and keys, of which one more
+        monkeypatch.setattr("kvboost.reuse.paged.forwards.MOST_ABSORBED", most)
+        with engine_of(monkeypatch, "deepseek_v2", pages=True) as engine:
+            engine.warm(PROMPTS[0][:76])
+            answer = engine.generate(PROMPTS[0] + [1, 2], 3, EXACT, ignore_eos=True)
+            assert answer.exact_tokens == 76
+            assert forward_of(engine).runner.num_runs == graphs
+            expected = expected or answer.token_ids
+            assert answer.token_ids == expected
+
+
 @pytest.mark.parametrize("expanded", [False, True])
 def test_packed_segments_of_one_form_and_of_both(
     expanded: bool, monkeypatch: pytest.MonkeyPatch
