@@ -112,6 +112,11 @@ class Backend:
             return formats[0]
         return MixedFormat(formats, states.tensors)
 
+    @property
+    def _packs(self) -> bool:
+        """Whether stored rows may have fewer than 16 bits."""
+        return self._config.kv_cache_bits < 16 and not self.model.forward.keeps_latents
+
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
         cost."""
@@ -140,9 +145,9 @@ class Backend:
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could, and which option has no effect."""
         notes, bits = [], self._config.kv_cache_bits
-        if self.device.gpu is not None:
+        if self._why_buffers and self.device.gpu is not None:
             notes.append(f"requests have no pages: {self._why_buffers}")
-        if self.model.forward.keeps_latents and bits < 16:
+        if bits < 16 and not self._packs:
             told = "has no effect: latents are stored in 16 bits or more"
             notes.append(f"kv_cache_bits={bits} {told}")
         return notes

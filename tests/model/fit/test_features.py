@@ -27,7 +27,7 @@ from kvboost.model.quantized.safetensors import RENAMED
         ("qwen3_moe", "packed", "no: it has experts"),
         ("gpt_oss", "packed", "mxfp4: its experts, on NVIDIA GPUs"),
         ("gpt_neox", "packed", "no: its tensors have other names in files than in transformers"),
-        ("deepseek_v3", "pages", "no: it keeps latents"),
+        ("deepseek_v3", "pages", "yes"),
         ("deepseek_v3", "vllm", "no: MLA is not supported yet"),
         ("llama4_text", "pages", "no: some layers attend to their own stretch of text only"),
         ("gemma3n_text", "pages", "no: the KV of its layers differs"),

@@ -81,6 +81,8 @@ class Batch:
     """Whether layers of ours may run it over pages: nothing has to happen between the parts of a
     layer, and no result has to equal that of the model's own layers to the last bit."""
 
+    _parts: dict[tuple[int, ...], Batch] = field(default_factory=dict, repr=False)
+
     @cached_property
     def has_hooks(self) -> bool:
         """Whether something must happen between the parts of a layer."""
@@ -96,6 +98,16 @@ class Batch:
         device = self.segments[0].kv.shape.device
         positions = torch.cat([segment.position_ids(device) for segment in self.segments])
         return positions - torch.arange(len(positions), device=device)
+
+    def part(self, indices: Sequence[int]) -> Batch:
+        """A batch of some of its segments, the same one in every layer."""
+        key = tuple(indices)
+        if key not in self._parts:
+            self._parts[key] = self._of([self.segments[index] for index in key])
+        return self._parts[key]
+
+    def _of(self, segments: Sequence[Segment]) -> Batch:
+        return Batch(segments, self.kernels, self.between_parts)
 
     def pause(self) -> None:
         """Lets others run between two parts of the forward."""
@@ -252,9 +264,10 @@ def attend_segment(
     """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
-    scale, window, softcap, sinks = rules
+    scale, window, softcap, sinks, _ = rules
     rows, shape = len(segment), segment.kv.shape.of(0)
     traits = shape.traits
+    # GPUs have no kernels for so wide rows, and torch would copy them for each query head.
     is_wide = shape.sides == 1 and query.shape[3] > traits.most_dim
     is_written_out = sinks is not None or is_wide
     is_masked = not segment.is_plain or window is not None or softcap is not None
@@ -290,7 +303,7 @@ def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: flo
 
 def _attend_blocks(query: torch.Tensor, segment: Segment, read: Read, rules: Rules) -> torch.Tensor:
     """A segment with an explicit mask, block by block."""
-    scale, window, softcap, sinks = rules
+    scale, window, softcap, sinks, _ = rules
     outputs = []
     for block in segment.blocks(window, query):
         keys, values = read(block.first_key, block.end_key)

@@ -172,9 +172,14 @@ class Forward:
         return bool(self._latents)
 
     @property
+    def fits_pages(self) -> bool:
+        """Whether kernels over pages take a row of its KV."""
+        return all(latent.fits_pages for latent in self._latents)
+
+    @property
     def is_uniform(self) -> bool:
-        """Whether all layers have KV of their own and of one shape, keys and values."""
-        alike = len(self.shape.groups) == 1 and self.shape.groups[0].sides == 2
+        """Whether all layers have KV of their own and of one shape."""
+        alike = len(self.shape.groups) == 1
         all_layers = range(self.model.config.get_text_config().num_hidden_layers)
         return alike and list(self.layers) == list(all_layers)
 
@@ -182,7 +187,6 @@ class Forward:
     def uniform_shape(self) -> KVShape:
         """The shape of all layers, for what serves only models in which they are alike."""
         (shape,) = self.shape.groups
-        assert shape.sides == 2
         return shape
 
     @property
@@ -208,6 +212,7 @@ class Forward:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
             self._set_attention(attention.NAME)
+        if self._latents and not self._latents[0].is_bound:  # or those of another engine are
             for latent in self._latents:
                 latent.bind()
 

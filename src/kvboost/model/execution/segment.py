@@ -34,12 +34,14 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
 class Rules(NamedTuple):
     """The rules of a layer's attention. A row sees the last ``window`` keys up to its own. Scores
     pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score of each
-    head, whose value is zero."""
+    head, whose value is zero. ``rotated``: rows are both keys and values (latents), and their first
+    channels, so many, are no part of a value: those of a result mean nothing."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    rotated: int | None = None
 
 
 @dataclass(frozen=True)

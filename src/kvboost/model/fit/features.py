@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from kvboost.errors import ModelError
+from kvboost.model.execution.latent import TOO_WIDE, fits_pages
 from kvboost.model.loading.compat import ARCHITECTURES, NEW, Architecture
 from kvboost.model.loading.experts import num_experts
 from kvboost.model.loading.key_scales import FAMILIES as SCALED
@@ -111,8 +112,8 @@ def _why_buffers(architecture: Architecture, text: Any) -> str | None:
     """Why KV is not in pages; None if it is."""
     if not architecture.packed:
         return "it keeps its own attention"
-    if architecture.latent:
-        return "it keeps latents"
+    if architecture.latent and not fits_pages(text.qk_rope_head_dim, text.kv_lora_rank):
+        return TOO_WIDE
     if text.model_type in UNLIKE:
         return "the KV of its layers differs"
     if getattr(text, "attention_chunk_size", None):
