@@ -73,17 +73,20 @@ def test_a_failing_compiler_is_logged_and_torch_serves(
 
 
 def test_float32_needs_no_particular_processor_and_is_compiled_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs_compiler()
     monkeypatch.setattr(build, "_processor", frozenset)
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # nothing is computed with it
     monkeypatch.setattr(build, "TUNING", {})
     assert build.why_not(FLOAT32) is None
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("compiling kernels for this CPU (float32 portable), once")
+    assert said[1].startswith("compiled in ") and len(said) == 2
     (made,) = (tmp_path / "native").iterdir()
     before = made.stat().st_mtime_ns
     assert build.is_available(FLOAT32)
-    assert made.stat().st_mtime_ns == before
+    assert made.stat().st_mtime_ns == before and capsys.readouterr().err == ""
     assert build.describe(FLOAT32).startswith("float32 portable (")
 
 

@@ -15,7 +15,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from kvboost.config import home, native_kernels_allowed
+from kvboost.config import home, native_kernels_allowed, progress_allowed
 
 log = logging.getLogger("kvboost")
 
@@ -190,9 +192,17 @@ def _built(compiler: str, form: Form) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             fresh = Path(folder) / path.name
             command = [compiler, *flags, *map(str, sources), "-o", str(fresh), "-lm"]
+            start = time.monotonic()
+            _say(f"compiling kernels for this CPU ({form.name}), once: seconds, or minutes if busy")
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
             os.replace(fresh, path)  # several processes may build it: each leaves a whole file
+            _say(f"compiled in {time.monotonic() - start:.0f} s")
     return path
+
+
+def _say(line: str) -> None:
+    if progress_allowed():
+        print(line, file=sys.stderr, flush=True)
 
 
 @cache
