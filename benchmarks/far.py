@@ -203,7 +203,7 @@ class _Run:
             given = [
                 engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)
             ]
-            far = engine._runtime.pool.far
+            far = engine.runtime.pool.far
             num_far = far.num_lent if isinstance(far, FarStore) else 0
             return [one.token_ids for one in given], given[1].exact_tokens, num_far
 

@@ -70,7 +70,7 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
 
 
 def test_only_baseline_makes_stock_transformers_calls(engine, monkeypatch) -> None:
-    forward, seen = engine._model.forward, []
+    forward, seen = engine.model.forward, []
     run = forward._run_packed
 
     def noted(segments):
@@ -92,7 +92,7 @@ def test_salts_never_share(engine) -> None:
 
 def test_two_models_dtypes_or_adapters_never_share() -> None:
     def fingerprint(model):
-        return make_engine(model)._model.fingerprint
+        return make_engine(model).model.fingerprint
 
     base = fingerprint(tiny_model("llama"))
     assert base == fingerprint(tiny_model("llama"))
@@ -135,7 +135,7 @@ def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypa
     def broken(segments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._model.forward, "_run", lambda *args: broken(args))
+    monkeypatch.setattr(engine.model.forward, "_run", lambda *args: broken(args))
     stream = engine.stream(TEXT + "more and more", 5, EXACT)
     with pytest.raises(MemoryError):
         next(stream)
@@ -151,14 +151,14 @@ def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     monkeypatch.setattr("kvboost.runtime.runtime.INITIAL_ANSWER_ROWS", 1)
     monkeypatch.setattr("kvboost.model.execution.kv._ROUND", 1)
-    engine._runtime.pool.clear()
+    engine.runtime.pool.clear()
     grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert grown == expected
-    assert engine._runtime.pool._idle[0].capacity == 2 * 251
+    assert engine.runtime.pool._idle[0].capacity == 2 * 251
 
 
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
-    tokenizer = engine._model.tokenizer
+    tokenizer = engine.model.tokenizer
     half = tokenizer.encode("é")[0]
     monkeypatch.setattr(Sampler, "__call__", lambda *_: (half, None))
     result = engine.generate(TEXT, 1, stop="\ufffd")
@@ -234,7 +234,7 @@ def test_chat_messages_that_cannot_be_read_are_refused(engine) -> None:
 
 
 def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine._model.tokenizer.hf, "chat_template", None)
+    monkeypatch.setattr(engine.model.tokenizer.hf, "chat_template", None)
     with pytest.raises(PromptError, match="no chat template"):
         engine.chat([{"role": "user", "content": "a"}])
 
@@ -279,7 +279,7 @@ def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model)
 def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> None:
     """Planning and every forward are made to take a known while: no time may go unreported, and
     none that did not pass may be reported."""
-    forward, lookup = engine._model.forward._run, engine._runtime.store.lookup
+    forward, lookup = engine.model.forward._run, engine.runtime.store.lookup
 
     def slow(call):
         def slowed(*arguments, **options):
@@ -288,8 +288,8 @@ def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> Non
 
         return slowed
 
-    monkeypatch.setattr(engine._model.forward, "_run", slow(forward))
-    monkeypatch.setattr(engine._runtime.store, "lookup", slow(lookup))
+    monkeypatch.setattr(engine.model.forward, "_run", slow(forward))
+    monkeypatch.setattr(engine.runtime.store, "lookup", slow(lookup))
     start = time.perf_counter()
     stream = engine.stream(TEXT, 12, EXACT, ignore_eos=True)
     next(stream)
@@ -330,7 +330,7 @@ def test_an_unclosed_stream_takes_no_lock_when_it_is_collected(engine) -> None:
     """The collector may run in a thread that holds our locks; here this very thread does."""
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
-    with engine._runtime.store._admission, engine._runtime.store._lock, engine._runtime.pool._lock:
+    with engine.runtime.store._admission, engine.runtime.store.lock, engine.runtime.pool._lock:
         del stream
         gc.collect()
     assert engine.generate(TEXT, 3, EXACT).cached_tokens == 0
@@ -363,7 +363,7 @@ def test_a_closed_engine_raises_and_restores_the_model() -> None:
 
 
 def test_adapters_switched_at_run_time_never_share(engine, monkeypatch) -> None:
-    model = engine._model.forward.model
+    model = engine.model.forward.model
     monkeypatch.setattr(model, "_hf_peft_config_loaded", True)
     active = ["first"]
     monkeypatch.setattr(model, "active_adapters", lambda: active)
@@ -422,7 +422,7 @@ def test_a_small_cache_changes_speed_and_nothing_else() -> None:
 def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
     engine.generate(TEXT, 1)
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
-        engine._model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
+        engine.model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
 
 
 def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:

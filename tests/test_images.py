@@ -41,7 +41,7 @@ def logits_of(engine: KVBoost, messages: Any, mode: str = "baseline", **options:
 
 def towers(engine: KVBoost) -> int:
     """How many images have gone through the tower."""
-    vision = engine._model.vision
+    vision = engine.model.vision
     assert not isinstance(vision, str)
     return vision.num_images
 
@@ -114,7 +114,7 @@ def test_a_second_question_about_an_image_does_not_run_the_tower(name: str) -> N
         engine.generate(QUESTION, 1)
         assert towers(engine) == 1
         other = about(IMAGE, "Is it red?", "Look: ")
-        engine._model.vision._kept.clear()  # type: ignore[union-attr]
+        engine.model.vision._kept.clear()  # type: ignore[union-attr]
         answer = engine.generate(other, 4)
         assert towers(engine) == 1
         assert end_of_exact(answer) >= image_rows(engine, other).stop
@@ -276,7 +276,7 @@ def test_a_part_of_an_image_is_not_healed() -> None:
     with vision_engine("gemma3") as engine:
         state = engine._requests.begin(QUESTION, 1, "chunk_kv_reuse", {})
         state.exact_rows = 1
-        rows, queue = image_rows(engine, QUESTION), engine._runtime.idle_work
+        rows, queue = image_rows(engine, QUESTION), engine.runtime.idle_work
         queue.add_unhealed(state, state.request.token_ids[: rows.start + 3], takes_likeliest=False)
         waiting = queue.take()
         assert waiting is not None and waiting.num_rows == rows.start
@@ -299,9 +299,9 @@ def test_files_of_images_that_wait_to_be_healed_have_a_budget(
         )
         assert first.healing is not None and second.healing is not None
         assert [first.healing.status, second.healing.status] == ["dropped", "waiting"]
-        assert engine._runtime.idle_work.conversations.num_bytes > 0
+        assert engine.runtime.idle_work.conversations.num_bytes > 0
         engine.heal()
-        assert engine._runtime.idle_work.conversations.num_bytes == 0
+        assert engine.runtime.idle_work.conversations.num_bytes == 0
 
 
 @pytest.mark.parametrize("chunking", ("semantic", "document"))

@@ -106,7 +106,7 @@ def test_cacheblend_recomputes_the_rows_that_deviate_most(engine) -> None:
     stale = full_kv(engine, [*HEADER, *PASSAGES[0]])
     rows, donor = slice(30, 70), slice(len(HEADER), len(HEADER) + 40)
     moved = torch.empty_like(stale[0, :, :, donor])
-    engine._runtime.backend.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
+    engine.runtime.backend.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
     distance = (kv[0, 1, :, rows] - moved[1]).square() + (
         kv[1, 1, :, rows] - stale[1, 1, :, donor]
     ).square()
@@ -133,8 +133,8 @@ def full_kv(engine: KVBoost, ids: list[int]) -> torch.Tensor:
     from kvboost.model.execution.kv import RequestKV
     from kvboost.model.execution.segment import Segment
 
-    kv = RequestKV(engine._model.forward.shape, len(ids))
-    engine._model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
+    kv = RequestKV(engine.model.forward.shape, len(ids))
+    engine.model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
     return kv.rows(0, len(ids))
 
 
@@ -274,7 +274,7 @@ def test_originals_are_preferred_to_copies(engine) -> None:
     (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
     donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
     lineages = {
-        engine._runtime.store._holdings.catalogue.info(donor).lineage.value for donor in donors
+        engine.runtime.store.holdings.catalogue.info(donor).lineage.value for donor in donors
     }
     assert root in donors and lineages == {"exact"}
 
@@ -295,7 +295,7 @@ def test_uninitialised_rows_do_not_reach_the_probe(engine) -> None:
     options = {"recompute_strategy": "query", "recompute_ratio": 0.2, "keep": False}
     chosen = []
     for value in (0.0, float("nan")):
-        with engine._runtime.pool.lend(CONTEXT * 2) as kv:
+        with engine.runtime.pool.lend(CONTEXT * 2) as kv:
             kv.data.fill_(value)
         chosen.append(engine.generate(prompt, 1, **options).reuse.recomputed)
     assert chosen[0] == chosen[1] and len(chosen[0]) > 10

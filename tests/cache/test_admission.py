@@ -51,8 +51,8 @@ def make_store(
 
 def contents(store: ChunkStore) -> dict[str, tuple[object, ...]]:
     """What a store holds, where, and the rows."""
-    with store._lock:
-        holdings = store._holdings
+    with store.lock:
+        holdings = store.holdings
         found = {}
         for key, info in holdings.catalogue.infos().items():
             chunk = holdings.residency.ready(key)
@@ -120,8 +120,8 @@ def test_known_chunks_after_a_lost_one_are_not_packed() -> None:
     store.admit(ROOT, ids, Rows(ids), exact_rows=16)
     with store.lookup(ROOT, ids) as known:
         lost = known.exact[1].chunk.key
-    with store._lock:
-        store._holdings.residency.mark_lost(lost)
+    with store.lock:
+        store.holdings.residency.mark_lost(lost)
     rows = Rows(ids)
     assert store.admit(ROOT, ids, rows, exact_rows=16) == 1
     assert rows.packed == [[(4, 8)]]

@@ -68,13 +68,13 @@ def test_all_rows_from_the_exact_prefix_on_are_computed_in_order(
     result = engine.generate(prompt_of([3, 1]), 5, heal="idle", **options)
     assert result.recomputed_tokens > 10
     computed: list[int] = []
-    run = engine._model.forward._run_packed
+    run = engine.model.forward._run_packed
 
     def spy(segments):
         computed.extend(itertools.chain.from_iterable(s.positions for s in segments))
         return run(segments)
 
-    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    monkeypatch.setattr(engine.model.forward, "_run_packed", spy)
     engine.heal()
     assert computed == list(range(result.exact_tokens, result.prompt_tokens + 4))
 
@@ -110,14 +110,14 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
 def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
     monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
-    run = engine._model.forward._run_packed
+    run = engine.model.forward._run_packed
     forwards: list[int] = []
 
     def spy(segments):
         forwards.append(len(segments))
         return run(segments)
 
-    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    monkeypatch.setattr(engine.model.forward, "_run_packed", spy)
     engine._healer.heal_next(after(0))
     assert result.healing.status == "waiting" and not forwards
     engine.heal()
@@ -127,7 +127,7 @@ def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
 def test_healing_ends_between_slices_where_forwards_cannot_end(
     engine, monkeypatch, small_slices
 ) -> None:
-    monkeypatch.setattr(engine._runtime.backend, "ends_forwards", False)
+    monkeypatch.setattr(engine.runtime.backend, "ends_forwards", False)
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
     reached = []
     while result.healing.status == "waiting":
@@ -276,12 +276,12 @@ def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> No
                 case "interrupt":
                     engine._healer.heal_next(after(random.randrange(12)))
                 case "evict":
-                    store = engine._runtime.store
-                    with store._lock:
-                        known = list(store._holdings.catalogue)
+                    store = engine.runtime.store
+                    with store.lock:
+                        known = list(store.holdings.catalogue)
                         for key in random.sample(known, min(2, len(known))):
-                            if key in store._holdings.catalogue:
-                                store._holdings.residency.mark_lost(key)
+                            if key in store.holdings.catalogue:
+                                store.holdings.residency.mark_lost(key)
                 case "forget":
                     engine.forget(random.choice(PASSAGES))
             for ids in asked:

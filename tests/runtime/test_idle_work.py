@@ -86,11 +86,11 @@ def test_text_before_an_edit_is_not_healed_for_nothing(engine) -> None:
 def test_a_turn_that_comes_while_the_last_one_is_healed_replaces_it_too(engine) -> None:
     prompt = prompt_of([3, 1])
     first = engine.generate(prompt, 4, **SLOPPY)
-    one = engine._runtime.idle_work.take()
+    one = engine.runtime.idle_work.take()
     ids = [*prompt, *first.token_ids]
     others = [engine.generate([*ids, *words(n, 60)], 4, **SLOPPY) for n in (8, 9)]
     assert first.healing.status == "waiting"
-    engine._runtime.idle_work.put_back(one)
+    engine.runtime.idle_work.put_back(one)
     statuses = [turn.healing.status for turn in (first, *others)]
     assert statuses == ["replaced", "waiting", "waiting"]
     assert engine.heal().conversations == 2

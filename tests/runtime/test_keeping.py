@@ -61,7 +61,7 @@ def answer(engine: KVBoost, ids: list[int], count: int = 3, **options: Any) -> i
 
 def stored(engine: KVBoost) -> dict[int, bool]:
     """The ends of all chunks, and whether states are stored there."""
-    infos = engine._runtime.store._holdings.catalogue.infos().values()
+    infos = engine.runtime.store.holdings.catalogue.infos().values()
     ends: dict[int, bool] = {}
     for info in infos:
         ends[info.end] = ends.get(info.end, False) or info.has_state
@@ -104,11 +104,11 @@ def test_states_are_kept_on_a_grid_and_where_prompts_and_answers_end() -> None:
 
 def test_by_default_states_take_no_more_memory_than_rows() -> None:
     with make_engine(model()) as engine:
-        forward, every = engine._model.forward, engine._runtime.backend.state_every
+        forward, every = engine.model.forward, engine.runtime.backend.state_every
         assert every == 1024
         assert forward.states.nbytes <= every * forward.shape.row_bytes
     with make_engine(model(), chunk_size=600) as engine:
-        assert engine._runtime.backend.state_every == 1200
+        assert engine.runtime.backend.state_every == 1200
 
 
 def test_where_prompts_part_states_are_kept_for_the_next() -> None:
@@ -195,7 +195,7 @@ def test_a_cancelled_answer_leaves_what_was_computed() -> None:
 
 def test_a_failed_prompt_leaves_nothing() -> None:
     with engine_of() as engine:
-        forward, ids, run = engine._model.forward, random_ids(90, 1), engine._model.forward._run
+        forward, ids, run = engine.model.forward, random_ids(90, 1), engine.model.forward._run
 
         def fail(segments: Any, cache: Any) -> torch.Tensor:
             if segments[0].first >= 64:

@@ -17,7 +17,7 @@ from support.vision_models import about, picture, vision_engine
 def test_slices_do_not_end_inside_images_that_see_ahead() -> None:
     with vision_engine("gemma3") as engine:
         state = engine._requests.begin(about(picture(), "What?", "Look: "), 1, "baseline", {})
-        sight = Sight(engine._model.vision, state)
+        sight = Sight(engine.model.vision, state)
         ((start, end),) = sight.whole
         assert sight.slice_end(0, start + 3) == start
         assert sight.slice_end(start, start + 3) == end
@@ -30,7 +30,7 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
         prompt: Any = about(picture(), "What?", "Look: ")
         prompt[0]["content"] += about(picture(2), "And that?")[0]["content"]
         state = engine._requests.begin(prompt, 1, "baseline", {})
-        sight = Sight(engine._model.vision, state)
+        sight = Sight(engine.model.vision, state)
 
         def rows(positions: Any) -> Any:
             steps = sight.rows(positions)
@@ -52,12 +52,12 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
 def test_an_answer_holds_no_features() -> None:
     with vision_engine("smolvlm") as engine:
         state = engine._requests.begin(about(picture(), "What?"), 9, "baseline", {})
-        generation = Generation(engine._runtime, state)
+        generation = Generation(engine.runtime, state)
         steps = generation.steps()
         segment, held = next(steps), 0
         while segment is None or segment.first == 0:
             held = max(held, len(generation._prefill.sight._features))
-            given = None if segment is None else engine._model.forward.run_one(segment)
+            given = None if segment is None else engine.model.forward.run_one(segment)
             segment = steps.send(given)
         assert held == 1 and not generation._prefill.sight._features
         steps.close()

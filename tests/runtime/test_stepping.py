@@ -28,16 +28,16 @@ pytestmark = pytest.mark.usefixtures("share_short_beginnings")
 def test_running_requests_stay_within_max_kv_bytes(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = make()._model.forward.shape.row_bytes
+    row = make().model.forward.shape.row_bytes
     engine = make(max_kv_bytes=3 * 256 * row, sharing_wait=0.0)
     seen: list[int] = []
-    run = engine._model.forward._run
+    run = engine.model.forward._run
 
     def watching(*given: Any) -> torch.Tensor:
-        seen.append(engine._runtime.running.nbytes()[0])
+        seen.append(engine.runtime.running.nbytes()[0])
         return run(*given)
 
-    monkeypatch.setattr(engine._model.forward, "_run", watching)
+    monkeypatch.setattr(engine.model.forward, "_run", watching)
     prompts = [TEXT[i * 100 : i * 100 + 20 + 20 * i] for i in range(9)]
     expected = [alone(engine, prompt, 8) for prompt in prompts]
     seen.clear()
@@ -55,14 +55,14 @@ def test_a_failing_request_does_not_affect_others(
     bad = 255  # a token of no other prompt
     prompts[1].append(bad)
     expected = [alone(engine, prompt, 5) for prompt in prompts]
-    run = engine._model.forward._run
+    run = engine.model.forward._run
 
     def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
         if any(bad in one.token_ids.tolist() and len(one) > 1 for one in segments):
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    monkeypatch.setattr(engine.model.forward, "_run", failing)
 
     async def read(prompt: list[int]) -> list[int] | str:
         try:
@@ -93,7 +93,7 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)
     assert expected.recomputed_tokens
-    run, failed = engine._model.forward._run, []
+    run, failed = engine.model.forward._run, []
 
     def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
         if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
@@ -102,7 +102,7 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    monkeypatch.setattr(engine.model.forward, "_run", failing)
     prompts = [TEXT[2000:2020] + TEXT[:96] + TEXT[2020:2040], prompt]
     got = engine.generate_batch(prompts, 6, each=[{"keep": False}] * 2)
     assert failed
@@ -114,13 +114,13 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
 def test_a_long_prompt_does_not_delay_requests_that_answer(make: Callable[..., KVBoost]) -> None:
     engine = make(step_rows=10, sharing_wait=0.0)
     seen: list[tuple[int, int]] = []
-    run = engine._model.forward._run
+    run = engine.model.forward._run
 
     def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
         seen.append((sum(len(one) == 1 for one in segments), sum(map(len, segments))))
         return run(segments, cache)
 
-    engine._model.forward._run = watching  # type: ignore[method-assign]
+    engine.model.forward._run = watching  # type: ignore[method-assign]
 
     async def read() -> None:
         first = engine.astream(TEXT[:20], 60)
@@ -141,7 +141,7 @@ def test_a_long_neighbour_does_not_change_how_short_prompts_rotate(
 ) -> None:
     """Where rotation depends on the length of what is computed."""
     with make_engine(model(), sharing_wait=0.0) as engine:
-        limit = engine._model.support.reuse_limit
+        limit = engine.model.support.reuse_limit
         assert limit is not None
         prompts = [TEXT[: limit + 9], TEXT[500:520], TEXT[600:630], TEXT[700 : 700 + limit - 3]]
         expected = [alone(engine, prompt, 6) for prompt in prompts]
@@ -218,7 +218,7 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
     for max_pause in (0.0, 0.2):
         engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=max_pause)
         for seed, adapter in enumerate(("own", "other")):
-            folder = write_adapter(tmp_path / adapter, engine._model.forward.model, seed=seed)
+            folder = write_adapter(tmp_path / adapter, engine.model.forward.model, seed=seed)
             engine.load_adapter(adapter, folder)
         engine.generate(TEXT[:180], 1, adapter="own")
         answers.append(asyncio.run(ask(engine)))
@@ -279,7 +279,7 @@ def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward
         answering = engine.astream(TEXT[:40], 100, ignore_eos=True)
         await anext(answering)
         cancelled = threading.Event()
-        run = engine._model.forward._run
+        run = engine.model.forward._run
 
         def cancel_first(segments: list[Segment], *rest: Any) -> torch.Tensor:
             if sum(map(len, segments)) > 50 and not cancelled.is_set():
@@ -288,7 +288,7 @@ def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward
                 cancelled.set()
             return run(segments, *rest)
 
-        monkeypatch.setattr(engine._model.forward, "_run", cancel_first)
+        monkeypatch.setattr(engine.model.forward, "_run", cancel_first)
         before = engine.serving_stats()["steps_between_parts"]
         async for _ in engine.astream(TEXT[100:300], 1):
             pass

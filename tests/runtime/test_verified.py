@@ -146,9 +146,9 @@ def test_a_batch_verifies_beside_other_requests(engine) -> None:
 @pytest.mark.parametrize("forwards", [1, 4, 8])
 def test_a_cancelled_one_leaves_only_exact_rows(engine, monkeypatch, forwards) -> None:
     prompt = prompt_of([3, 1])
-    monkeypatch.setattr(engine._runtime.backend, "prefill_slice", 16)
+    monkeypatch.setattr(engine.runtime.backend, "prefill_slice", 16)
     state = engine._requests.begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
-    steps = Generation(engine._runtime, state).steps()
+    steps = Generation(engine.runtime, state).steps()
     given = None
     for _ in range(forwards):
         segment = steps.send(given)

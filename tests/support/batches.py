@@ -25,10 +25,10 @@ def alone(engine: KVBoost, prompt: list[int], *rest: Any, **options: Any) -> lis
 
 
 def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
-    run = engine._model.forward._run
+    run = engine.model.forward._run
 
     def slowly(*given: Any) -> torch.Tensor:
         threading.Event().wait(seconds)
         return run(*given)
 
-    monkeypatch.setattr(engine._model.forward, "_run", slowly)
+    monkeypatch.setattr(engine.model.forward, "_run", slowly)

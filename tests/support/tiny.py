@@ -293,8 +293,8 @@ def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -
 
 def runner_of(engine: KVBoost) -> Any:
     """What runs its segments. Over pages it is made with the first request, or now."""
-    with engine._runtime.pool.lend(1):
-        return engine._runtime.backend.forward
+    with engine.runtime.pool.lend(1):
+        return engine.runtime.backend.forward
 
 
 def random_ids(length: int, seed: int) -> list[int]:

@@ -56,7 +56,7 @@ def test_rounding_to_16_bits_does_not_look_like_positions() -> None:
                 if "router" in name or name.endswith(("bias", "sinks")):
                     weight.copy_(torch.randn_like(weight) / 2)
         with make_engine(model.bfloat16()) as engine:
-            assert engine._model.rotation is not None
+            assert engine.model.rotation is not None
 
 
 def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
         engine = KVBoost.from_pretrained(str(tmp_path), dtype="float32", device="cpu")
     with engine:
         assert len(engine.generate("What is new?", 3, ignore_eos=True).token_ids) == 3
-        found = dict(engine._model.forward.model.named_parameters())[f"{experts}down_proj"]
+        found = dict(engine.model.forward.model.named_parameters())[f"{experts}down_proj"]
     codes, scales = tensors[f"{experts}down_proj_blocks"], tensors[f"{experts}down_proj_scales"]
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = torch.cat([numbers, -numbers])[torch.stack([codes & 15, codes >> 4], -1).long()]

@@ -126,5 +126,5 @@ def test_kernels_for_older_processors_equal_torchs_too() -> None:
 def test_a_model_answers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBOOST_NATIVE", "0")
     with make_engine(tiny_model("llama", hidden_size=128, head_dim=32)) as engine:
-        assert not engine._model.forward.has_kernels
+        assert not engine.model.forward.has_kernels
         assert len(engine.generate(list(range(5, 60)), 4, ignore_eos=True).token_ids) == 4

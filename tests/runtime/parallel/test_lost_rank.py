@@ -39,8 +39,8 @@ def engine(models: Path) -> Iterator[KVBoost]:
 
 
 def ranks_of(engine: KVBoost) -> Ranks:
-    assert isinstance(engine._runtime, ParallelRuntime)
-    return engine._runtime._ranks
+    assert isinstance(engine.runtime, ParallelRuntime)
+    return engine.runtime._ranks
 
 
 @pytest.mark.parametrize(
