@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kvboost import (
 from kvboost.model.execution.sampling import Sampler
 from kvboost.results import PHASES
 from support.batches import on_buffers
+from support.forwards import intercept
 from support.tiny import (
     CONTEXT,
     EOS,
@@ -70,14 +72,13 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
 
 
 def test_only_baseline_makes_stock_transformers_calls(engine, monkeypatch) -> None:
-    forward, seen = engine.model.forward, []
-    run = forward._run_packed
+    seen = []
 
-    def noted(segments):
+    def noted(run, segments, cache):
         seen.append([segment.as_stock for segment in segments])
-        return run(segments)
+        return run(segments, cache)
 
-    monkeypatch.setattr(forward, "_run_packed", noted)
+    intercept(engine, monkeypatch, noted)
     for mode in GenerationMode:
         engine.generate(TEXT, 1, mode, cache_salt=mode.value)
     assert seen == [[True], [False], [False]]
@@ -132,10 +133,10 @@ def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypa
     engine.warm(TEXT, header="")
     before = engine.cache_stats()
 
-    def broken(segments):
+    def broken(*given):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine.model.forward, "_run", lambda *args: broken(args))
+    intercept(engine, monkeypatch, broken)
     stream = engine.stream(TEXT + "more and more", 5, EXACT)
     with pytest.raises(MemoryError):
         next(stream)
@@ -279,17 +280,14 @@ def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model)
 def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> None:
     """Planning and every forward are made to take a known while: no time may go unreported, and
     none that did not pass may be reported."""
-    forward, lookup = engine.model.forward._run, engine.runtime.store.lookup
+    lookup = engine.runtime.store.lookup
 
-    def slow(call):
-        def slowed(*arguments, **options):
-            time.sleep(0.02)
-            return call(*arguments, **options)
+    def slowly(call, *arguments, **options):
+        time.sleep(0.02)
+        return call(*arguments, **options)
 
-        return slowed
-
-    monkeypatch.setattr(engine.model.forward, "_run", slow(forward))
-    monkeypatch.setattr(engine.runtime.store, "lookup", slow(lookup))
+    intercept(engine, monkeypatch, slowly)
+    monkeypatch.setattr(engine.runtime.store, "lookup", partial(slowly, lookup))
     start = time.perf_counter()
     stream = engine.stream(TEXT, 12, EXACT, ignore_eos=True)
     next(stream)

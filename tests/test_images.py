@@ -14,6 +14,7 @@ from kvboost.results import GenerationResult, SpanKind
 from kvboost.runtime import idle_work, planner, prefill
 from kvboost.tokens.images import PlacedImages
 from support.adapters import write_adapter
+from support.requests import begin
 from support.tiny import make_engine, tiny_model
 from support.vision_models import (
     about,
@@ -274,7 +275,7 @@ def test_moved_images_are_healed(name: str) -> None:
 def test_a_part_of_an_image_is_not_healed() -> None:
     """As after a request that was cancelled when only approximate rows were in place."""
     with vision_engine("gemma3") as engine:
-        state = engine._requests.begin(QUESTION, 1, "chunk_kv_reuse", {})
+        state = begin(engine, QUESTION, mode="chunk_kv_reuse")
         state.exact_rows = 1
         rows, queue = image_rows(engine, QUESTION), engine.runtime.idle_work
         queue.add_unhealed(state, state.request.token_ids[: rows.start + 3], takes_likeliest=False)

@@ -61,9 +61,9 @@ def test_the_check_finds_wrong_rotations_and_wrong_rows(
 ) -> None:
     right = engine.worker.rotation
     assert right is not None
-    wrong = Rotation(right._frequencies * 1.01)
+    wrong = Rotation(right.frequencies * 1.01)
     assert "rotated" in (find_problem(engine, wrong) or "")
-    later = right._frequencies.clone()
+    later = right.frequencies.clone()
     later[-1] = 0  # as if the last layer had no positions
     assert "rotates" in (find_problem(engine, Rotation(later)) or "")
     runner = engine.worker.forward._runner

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kvboost import ConfigError, GenerationMode, KVBoost, StockModel
 from kvboost.cli.main import app
+from support.forwards import intercept
 from support.hybrids import hybrid_model
 from support.tiny import make_engine, random_ids
 
@@ -193,20 +194,20 @@ def test_a_cancelled_answer_leaves_what_was_computed() -> None:
         assert 59 <= answer(engine, [*ids, *expected(ids, 1), 7, 8, 9]) <= 61
 
 
-def test_a_failed_prompt_leaves_nothing() -> None:
+def test_a_failed_prompt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
-        forward, ids, run = engine.model.forward, random_ids(90, 1), engine.model.forward._run
+        ids = random_ids(90, 1)
 
-        def fail(segments: Any, cache: Any) -> torch.Tensor:
+        def fail(run: Any, segments: Any, cache: Any) -> torch.Tensor:
             if segments[0].first >= 64:
                 cache.states.extend_conv(cache.states.shape.places[0], torch.ones(1, 32, 1), None)
                 raise RuntimeError("no memory")
             return run(segments, cache)
 
-        forward._run = fail  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="no memory"):
-            engine.generate(ids, 3, EXACT)
-        forward._run = run  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            intercept(engine, patched, fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                engine.generate(ids, 3, EXACT)
         assert stored(engine) == {} and answer(engine, ids) == 0
 
 

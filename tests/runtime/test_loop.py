@@ -29,6 +29,7 @@ from kvboost.cache.lookup.hits import KnownRows
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode
 from support.batches import EXACT, TEXT, alone, on_buffers, slow_down
+from support.forwards import intercept
 from support.tiny import CONTEXT, make_engine, tiny_model
 
 pytestmark = pytest.mark.usefixtures("share_short_beginnings")
@@ -129,15 +130,14 @@ def test_shared_text_is_read_and_held_once(
 ) -> None:
     engine = make(sharing_wait=60.0)
     computed: list[int] = []
-    run = engine.model.forward._run
 
-    def counting(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def counting(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         computed.append(sum(map(len, segments)))
         return run(segments, cache)
 
     held: list[int] = []
     live = engine.runtime.running.nbytes
-    monkeypatch.setattr(engine.model.forward, "_run", counting)
+    intercept(engine, monkeypatch, counting)
     monkeypatch.setattr(
         engine.runtime.running, "nbytes", lambda: (held.append(live()[0]), live())[1]
     )

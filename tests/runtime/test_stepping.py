@@ -16,9 +16,10 @@ import torch
 from kvboost import GenerationMode, KVBoost
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime.decode import Drafts
-from kvboost.runtime.scheduler import Patience
+from kvboost.runtime.scheduler import Patience, Scheduler
 from support.adapters import write_adapter
 from support.batches import EXACT, TEXT, alone, on_buffers
+from support.forwards import intercept
 from support.tiny import dynamic_model, longrope_model, make_engine, tiny_model
 
 pytestmark = pytest.mark.usefixtures("share_short_beginnings")
@@ -31,13 +32,12 @@ def test_running_requests_stay_within_max_kv_bytes(
     row = make().model.forward.shape.row_bytes
     engine = make(max_kv_bytes=3 * 256 * row, sharing_wait=0.0)
     seen: list[int] = []
-    run = engine.model.forward._run
 
-    def watching(*given: Any) -> torch.Tensor:
+    def watching(run: Any, *given: Any) -> torch.Tensor:
         seen.append(engine.runtime.running.nbytes()[0])
         return run(*given)
 
-    monkeypatch.setattr(engine.model.forward, "_run", watching)
+    intercept(engine, monkeypatch, watching)
     prompts = [TEXT[i * 100 : i * 100 + 20 + 20 * i] for i in range(9)]
     expected = [alone(engine, prompt, 8) for prompt in prompts]
     seen.clear()
@@ -55,14 +55,13 @@ def test_a_failing_request_does_not_affect_others(
     bad = 255  # a token of no other prompt
     prompts[1].append(bad)
     expected = [alone(engine, prompt, 5) for prompt in prompts]
-    run = engine.model.forward._run
 
-    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def failing(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         if any(bad in one.token_ids.tolist() and len(one) > 1 for one in segments):
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine.model.forward, "_run", failing)
+    intercept(engine, monkeypatch, failing)
 
     async def read(prompt: list[int]) -> list[int] | str:
         try:
@@ -93,16 +92,16 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)
     assert expected.recomputed_tokens
-    run, failed = engine.model.forward._run, []
+    failed = []
 
-    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def failing(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
             run(segments, cache)  # the hook has done its work
             failed.append(True)
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine.model.forward, "_run", failing)
+    intercept(engine, monkeypatch, failing)
     prompts = [TEXT[2000:2020] + TEXT[:96] + TEXT[2020:2040], prompt]
     got = engine.generate_batch(prompts, 6, each=[{"keep": False}] * 2)
     assert failed
@@ -111,16 +110,17 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
 
 
 @on_buffers
-def test_a_long_prompt_does_not_delay_requests_that_answer(make: Callable[..., KVBoost]) -> None:
+def test_a_long_prompt_does_not_delay_requests_that_answer(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(step_rows=10, sharing_wait=0.0)
     seen: list[tuple[int, int]] = []
-    run = engine.model.forward._run
 
-    def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def watching(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         seen.append((sum(len(one) == 1 for one in segments), sum(map(len, segments))))
         return run(segments, cache)
 
-    engine.model.forward._run = watching  # type: ignore[method-assign]
+    intercept(engine, monkeypatch, watching)
 
     async def read() -> None:
         first = engine.astream(TEXT[:20], 60)
@@ -159,7 +159,7 @@ def test_a_defect_in_the_loop_leaves_no_caller_waiting(
         def broken(*_: Any) -> list[Any]:
             raise MemoryError("no room for a thought")
 
-        patched.setattr(engine._loop._scheduler, "pick", broken)
+        patched.setattr(Scheduler, "pick", broken)
         with pytest.raises(MemoryError):
             engine.generate_batch([TEXT[:20], TEXT[30:60]], 4)
     assert engine.generate_batch([TEXT[:20]], 4)[0].token_ids == alone(engine, TEXT[:20], 4)
@@ -279,16 +279,15 @@ def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward
         answering = engine.astream(TEXT[:40], 100, ignore_eos=True)
         await anext(answering)
         cancelled = threading.Event()
-        run = engine.model.forward._run
 
-        def cancel_first(segments: list[Segment], *rest: Any) -> torch.Tensor:
+        def cancel_first(run: Any, segments: list[Segment], *rest: Any) -> torch.Tensor:
             if sum(map(len, segments)) > 50 and not cancelled.is_set():
                 answer_before_each_part(monkeypatch)
                 engine._loop.cancel(engine._loop._scheduler.running[0])
                 cancelled.set()
             return run(segments, *rest)
 
-        monkeypatch.setattr(engine.model.forward, "_run", cancel_first)
+        intercept(engine, monkeypatch, cancel_first)
         before = engine.serving_stats()["steps_between_parts"]
         async for _ in engine.astream(TEXT[100:300], 1):
             pass

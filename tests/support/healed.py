@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ def warmed(engine: KVBoost, salt: str = "") -> KVBoost:
     for passage in PASSAGES:
         engine.warm([*HEADER, *passage], cache_salt=salt)
     return engine
+
+
+def heal_until(engine: KVBoost, stop: Callable[[], bool]) -> None:
+    """Heals the next conversation, as idle time does, until ``stop`` says so."""
+    engine._healer.heal_next(stop)
 
 
 def num_exact(engine: KVBoost, ids: Sequence[int], salt: str = "") -> int:

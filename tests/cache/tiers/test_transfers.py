@@ -390,8 +390,8 @@ def test_what_leaves_the_gpu_goes_to_ram_unless_another_tier_has_it(open_store) 
 def test_chunks_on_the_gpu_wait_to_be_written_and_leave_it_as_copies(open_store) -> None:
     store = open_store(ram=2, gpu=4)
     writing = threading.Event()
-    write = store.transfers.writer._write
-    store.transfers.writer._write = lambda chunk: writing.wait() and write(chunk)
+    write = store.transfers.writer.write
+    store.transfers.writer.write = lambda chunk: writing.wait() and write(chunk)
     try:
         for seed in range(4):
             admit(store, text(seed))
