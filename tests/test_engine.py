@@ -31,7 +31,9 @@ from support.tiny import (
     CONTEXT,
     EOS,
     byte_tokenizer,
+    chunk_bytes,
     dynamic_model,
+    in_slices,
     longrope_model,
     make_engine,
     tiny_model,
@@ -242,7 +244,7 @@ def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:
 
 def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
     whole = make_engine(tiny_model("llama"))
-    sliced = make_engine(tiny_model("llama"), prefill_slice=16)
+    sliced = in_slices(make_engine(tiny_model("llama")), 16)
     prompt = [number * 7 % 256 for number in range(120)]
     expected = whole.generate(prompt, 8, GenerationMode.BASELINE).token_ids
     assert sliced.generate(prompt, 8, EXACT).token_ids == expected
@@ -265,7 +267,7 @@ def test_an_answer_that_crosses_the_switch_is_what_a_full_prefill_gives_and_not_
 
 @pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
 def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model) -> None:
-    engine = make_engine(make_model(), prefill_slice=16)
+    engine = in_slices(make_engine(make_model()), 16)
     short, long = [number * 5 % 256 for number in range(40)], list(range(100))
     engine.warm(short)
     assert engine.generate([*short, 1], 4, EXACT).exact_tokens == 40
@@ -387,7 +389,8 @@ def test_statistics_add_up(engine) -> None:
 
 
 def test_threads_get_the_answers_they_would_get_alone() -> None:
-    engine = make_engine(tiny_model("llama"), max_chunks=12)
+    model = tiny_model("llama")
+    engine = make_engine(model, max_cache_bytes=12 * chunk_bytes(model))
     prompts = [f"{TEXT}{'ab' * (number % 4)}{number % 3}" for number in range(12)]
     expected = [engine.generate(prompt, 6, GenerationMode.BASELINE).token_ids for prompt in prompts]
     answers: dict[int, list[int]] = {}
@@ -406,12 +409,14 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
 
 
 def test_a_small_cache_changes_speed_and_nothing_else() -> None:
-    engine = make_engine(tiny_model("llama"), max_chunks=2)
+    model = tiny_model("llama")
+    most = 2 * chunk_bytes(model)
+    engine = make_engine(model, max_cache_bytes=most)
     for number in range(8):
         prompt = TEXT * 2 + str(number)
         expected = engine.generate(prompt, 5, GenerationMode.BASELINE).token_ids
         assert engine.generate(prompt, 5, EXACT).token_ids == expected
-        assert engine.cache_stats()["hot_chunks"] <= 2
+        assert 0 < engine.cache_stats()["tiers"]["ram"]["bytes"] <= most
     nothing = make_engine(tiny_model("llama"), max_cache_bytes=0)
     assert nothing.generate(TEXT, 3, EXACT).token_ids == nothing.generate(TEXT, 3).token_ids
     assert nothing.cache_stats()["hot_chunks"] == 0

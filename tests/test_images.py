@@ -15,7 +15,7 @@ from kvboost.runtime import idle_work, planner, prefill
 from kvboost.tokens.images import PlacedImages
 from support.adapters import write_adapter
 from support.requests import begin
-from support.tiny import make_engine, tiny_model
+from support.tiny import in_slices, make_engine, tiny_model
 from support.vision_models import (
     about,
     file_of,
@@ -104,7 +104,7 @@ def test_exact_reuse_may_end_anywhere_also_inside_an_image(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_slices_do_not_change_the_logits(name: str) -> None:
-    with vision_engine(name, prefill_slice=8) as engine:
+    with in_slices(vision_engine(name), 8) as engine:
         sliced = engine.score(QUESTION, FOLLOW, "prefix_cache").logits
         assert (sliced - logits_of(engine, QUESTION)).abs().max() < 1e-3
 
@@ -188,7 +188,7 @@ def test_a_repair_in_slices_equals_a_full_prefill(name: str) -> None:
     text = about(IMAGE, "Now tell me what can be seen on this picture, and what not.")
     later = about(IMAGE, text[0]["content"][1]["text"], "Please: ")
     options: Any = {"reuse_moved": "always", "recompute_ratio": 1.0}
-    with vision_engine(name, prefill_slice=8) as engine:
+    with in_slices(vision_engine(name), 8) as engine:
         engine.generate(text, 1)
         score = engine.score(later, FOLLOW, **options)
         assert any(span.kind is SpanKind.MOVED for span in score.reuse.spans)

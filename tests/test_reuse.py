@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost, SpanKind
-from kvboost.config import CONTROL, STRATEGIES
+from kvboost.config import CONTROLS, STRATEGIES
 from support.prompts import (
     BASELINE,
     EXACT,
@@ -20,7 +20,7 @@ from support.prompts import (
     prompt_of,
     words,
 )
-from support.tiny import CONTEXT, make_engine, tiny_model
+from support.tiny import CONTEXT, in_slices, make_engine, tiny_model
 
 ALL = {"recompute_strategy": "query", "recompute_ratio": 1.0}
 
@@ -50,7 +50,7 @@ def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine
     check()
 
 
-@pytest.mark.parametrize("strategy", (*STRATEGIES, CONTROL))
+@pytest.mark.parametrize("strategy", (*STRATEGIES, *CONTROLS))
 def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strategy) -> None:
     engine.warm(prompt_of([0, 1, 2, 3]))
     prompt = prompt_of([3, 1, 0, 2])
@@ -84,12 +84,11 @@ def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strat
     assert moved >= set(result.reuse.recomputed)
 
 
-def test_seams_are_repaired_on_both_sides() -> None:
-    with make_engine(tiny_model("llama"), recompute_overlap=5) as engine:
-        engine.warm([*HEADER, *PASSAGES[0]])
-        engine.warm([*HEADER, *PASSAGES[2]])
-        prompt = prompt_of([1, 0, 3, 2])
-        result = engine.generate(prompt, 1, recompute_strategy="selective")
+def test_seams_are_repaired_on_both_sides(engine, monkeypatch) -> None:
+    monkeypatch.setattr("kvboost.reuse.repair.OVERLAP", 5)
+    engine.warm([*HEADER, *PASSAGES[0]])
+    engine.warm([*HEADER, *PASSAGES[2]])
+    result = engine.generate(prompt_of([1, 0, 3, 2]), 1, recompute_strategy="selective")
     first = len(HEADER) + len(PASSAGES[1])
     assert result.reuse.recomputed[:10] == (
         *range(first, first + 5),
@@ -178,8 +177,8 @@ def test_prefix_mode_and_other_salts_never_see_moved_text(engine) -> None:
 
 def test_slices_repair_like_one_forward() -> None:
     logits = []
-    for prefill_slice in (None, 7, 30):
-        with make_engine(tiny_model("llama"), prefill_slice=prefill_slice) as engine:
+    for slice_rows in (1024, 7, 30):
+        with in_slices(make_engine(tiny_model("llama")), slice_rows) as engine:
             engine.warm(prompt_of([0, 1, 2, 3]))
             prompt = prompt_of([3, 1, 0, 2])
             scored = engine.score(prompt, words(9, 12), MOVED, recompute_strategy="cacheblend")

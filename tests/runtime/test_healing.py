@@ -18,7 +18,7 @@ from support.forwards import intercept
 from support.healed import SLOPPY, heal_until, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine
 from support.prompts import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from support.tiny import CONTEXT, DEVICE, dynamic_model, make_engine, tiny_model
+from support.tiny import CONTEXT, DEVICE, chunk_bytes, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -253,7 +253,9 @@ def test_rows_that_rotate_by_length_are_healed_up_to_there() -> None:
     st.randoms(use_true_random=False),
 )
 def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> None:
-    with warmed(make_engine(tiny_model("llama"), max_chunks=random.choice([None, 24]))) as engine:
+    model = tiny_model("llama")
+    most = random.choice([1 << 30, 24 * chunk_bytes(model)])
+    with warmed(make_engine(model, max_cache_bytes=most)) as engine:
         asked: list[list[int]] = []
         for event in events:
             if event == "ask" or not asked:

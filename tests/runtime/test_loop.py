@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from kvboost import (
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode
+from kvboost.runtime.devices import Cpu, Device
 from support.batches import EXACT, TEXT, alone, on_buffers, slow_down
 from support.forwards import intercept
 from support.tiny import CONTEXT, make_engine, tiny_model
@@ -66,7 +68,12 @@ def test_a_batch_gives_the_answers_of_single_requests(
         for index, (place, shared, own, _) in enumerate(drawn)
     ]
     limits = [tokens for *_, tokens in drawn]
-    with make_engine(tiny_model("llama"), step_rows=step_rows, max_running=max_running) as engine:
+    model = tiny_model("llama")
+    with (
+        patch.object(Device, "step_rows", step_rows),
+        patch.object(Cpu, "step_rows", step_rows),
+        make_engine(model, max_running=max_running) as engine,
+    ):
         expected = [
             engine.generate(prompt, most, GenerationMode.BASELINE, logprobs=2)
             for prompt, most in zip(prompts, limits, strict=True)
@@ -128,7 +135,8 @@ def test_requests_keep_their_own_options(make: Callable[..., KVBoost]) -> None:
 def test_shared_text_is_read_and_held_once(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(sharing_wait=60.0)
+    monkeypatch.setattr("kvboost.runtime.scheduler.SHARING_WAIT", 60.0)
+    engine = make()
     computed: list[int] = []
 
     def counting(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:

@@ -16,13 +16,14 @@ import torch
 from kvboost import GenerationMode, KVBoost
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime.decode import Drafts
+from kvboost.runtime.devices import Cpu
 from kvboost.runtime.scheduler import Patience, Scheduler
 from support.adapters import write_adapter
 from support.batches import EXACT, TEXT, alone, on_buffers
 from support.forwards import intercept
 from support.tiny import dynamic_model, longrope_model, make_engine, tiny_model
 
-pytestmark = pytest.mark.usefixtures("share_short_beginnings")
+pytestmark = pytest.mark.usefixtures("share_short_beginnings", "nothing_shared")
 
 
 @on_buffers
@@ -30,7 +31,7 @@ def test_running_requests_stay_within_max_kv_bytes(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = make().model.forward.shape.row_bytes
-    engine = make(max_kv_bytes=3 * 256 * row, sharing_wait=0.0)
+    engine = make(max_kv_bytes=3 * 256 * row)
     seen: list[int] = []
 
     def watching(run: Any, *given: Any) -> torch.Tensor:
@@ -87,7 +88,7 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow machine would give the two requests forwards of their own if pauses had a limit.
-    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0)
+    engine = make(reuse_moved="always", max_pause=0.0)
     engine.warm(TEXT[:96])
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)
@@ -113,7 +114,8 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
 def test_a_long_prompt_does_not_delay_requests_that_answer(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(step_rows=10, sharing_wait=0.0)
+    monkeypatch.setattr(Cpu, "step_rows", 10)
+    engine = make()
     seen: list[tuple[int, int]] = []
 
     def watching(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
@@ -140,7 +142,7 @@ def test_a_long_neighbour_does_not_change_how_short_prompts_rotate(
     model: Callable[[], Any],
 ) -> None:
     """Where rotation depends on the length of what is computed."""
-    with make_engine(model(), sharing_wait=0.0) as engine:
+    with make_engine(model()) as engine:
         limit = engine.model.support.reuse_limit
         assert limit is not None
         prompts = [TEXT[: limit + 9], TEXT[500:520], TEXT[600:630], TEXT[700 : 700 + limit - 3]]
@@ -178,13 +180,13 @@ def test_answers_go_on_between_the_layers_of_other_forwards(
 ) -> None:
     """Where a step runs before every layer, the answers stay the same."""
     prompts = [TEXT[:40], TEXT[100:300], TEXT[:240], TEXT[500:530], TEXT[700:900]]
-    options: dict[str, Any] = {"strict": False, "sharing_wait": 0.0, "step_rows": 64}
+    monkeypatch.setattr(Cpu, "step_rows", 64)
     each = [{"max_new_tokens": tokens} for tokens in (40, 6, 5, 30, 6)]
-    with make_engine(tiny_model(name), max_pause=0.0, **options) as engine:
+    with make_engine(tiny_model(name), strict=False, max_pause=0.0) as engine:
         expected = [one.token_ids for one in engine.generate_batch(prompts, mode=EXACT, each=each)]
         assert engine.serving_stats()["steps_between_parts"] == 0
     answer_before_each_part(monkeypatch)
-    with make_engine(tiny_model(name), **options) as engine:
+    with make_engine(tiny_model(name), strict=False) as engine:
         got = engine.generate_batch(prompts, mode=EXACT, each=each)
         assert [one.token_ids for one in got] == expected
         assert engine.serving_stats()["steps_between_parts"] > 10
@@ -216,7 +218,7 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
     answers = []
     answer_before_each_part(monkeypatch)
     for max_pause in (0.0, 0.2):
-        engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=max_pause)
+        engine = make(reuse_moved="always", max_pause=max_pause)
         for seed, adapter in enumerate(("own", "other")):
             folder = write_adapter(tmp_path / adapter, engine.model.forward.model, seed=seed)
             engine.load_adapter(adapter, folder)
@@ -256,7 +258,7 @@ def test_a_request_may_end_while_another_one_probes(
     monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
     monkeypatch.setattr("kvboost.runtime.scheduler.PATIENCE_SECONDS", -1.0)
     answer_before_each_part(monkeypatch)
-    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine = make(reuse_moved="always")
     engine.generate(TEXT[:180], 1)
     moved, short = TEXT[500:520] + TEXT[:180] + TEXT[600:620], TEXT[700:710]
     alone = engine.generate(short, 14, ignore_eos=True).token_ids
@@ -273,7 +275,7 @@ def test_a_request_may_end_while_another_one_probes(
 def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(sharing_wait=0.0)
+    engine = make()
 
     async def read() -> int:
         answering = engine.astream(TEXT[:40], 100, ignore_eos=True)

@@ -57,7 +57,6 @@ class ChunkStore:
         origin: Origin,
         format: AnyFormat | None = None,
         window: int = WINDOW,
-        max_chunks: int | None = None,
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
         max_pinned_bytes: int | None = None,
@@ -65,8 +64,8 @@ class ChunkStore:
     ) -> None:
         """``origin`` names the model. Other models' chunks in a shared folder only take room.
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
-        refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
-        of attending to one token, in rows computed: chunks late in a text cost more to compute.
+        refused. ``attention_share`` is the cost of attending to one token, in rows computed: chunks
+        late in a text cost more to compute.
         ``max_pinned_bytes`` bounds what :meth:`pin` protects. ``state_every``: for a model with
         states, which are stored at multiples of so many rows at least; a lookup then ends where
         states are stored."""
@@ -78,7 +77,6 @@ class ChunkStore:
             self._naming,
             window=window,
             policy=policy,
-            max_chunks=max_chunks,
             attention_share=attention_share,
             max_pinned_bytes=max_pinned_bytes,
             state_every=state_every,

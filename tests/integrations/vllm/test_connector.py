@@ -122,7 +122,7 @@ def test_a_load_ends_it(scheduler: Scheduler) -> None:
 
 
 def test_a_load_that_vllm_does_without_leaves_nothing_behind(connector: Any) -> None:
-    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_strategy="none")
+    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_ratio=0.0)
     scheduler.end(scheduler.begin("a", text(1)))
     scheduler.step()
     request = scheduler.begin("b", text(2) + text(1) + text(3))

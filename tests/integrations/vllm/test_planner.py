@@ -260,11 +260,11 @@ def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
 
 
 def test_the_ratio_of_a_request_reaches_the_worker(start: Start) -> None:
-    planner, ids = start(recompute_ratio=0.3, recompute_strategy="selective"), text(1, 200)
+    planner, ids = start(recompute_ratio=0.3, recompute_strategy="query"), text(1, 200)
     keep(planner, ids)
     load = plan(planner, join(text(2, 40), ids), asked=asked(ratio=0.4))
     assert load is not None
-    assert (load.repair.ratio, load.repair.strategy) == (0.4, "selective")
+    assert (load.repair.ratio, load.repair.strategy) == (0.4, "query")
 
 
 def test_no_chunk_crosses_a_boundary(start: Start) -> None:

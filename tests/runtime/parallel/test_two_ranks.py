@@ -19,7 +19,7 @@ from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from support.split_models import save_model, split_engine, whole_engine
-from support.tiny import DEVICE
+from support.tiny import DEVICE, in_slices
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "
@@ -207,7 +207,7 @@ def test_several_threads_at_once(one: Make, two: Make) -> None:
 def test_a_request_that_grows_and_a_prompt_in_slices(
     one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = one(prefill_slice=96), two(prefill_slice=96)
+    engines = in_slices(one(), 96), in_slices(two(), 96)
     split = engines[1].runtime
     monkeypatch.setattr(split, "rows_for", lambda request, *, batched: 8)
     with split.pool.lend(8) as kv:
