@@ -74,7 +74,7 @@ class Request:
         return self.segment(rows, 0, hook=Deviation(1, rows), until=1)
 
     def repair(self, engine: KVBoost) -> Segment:
-        backend = engine._runtime.backend
+        backend = engine.runtime.backend
         shift = BufferedRows(self.kv, backend.packer, backend.rotation).shift(REPAIRED, SPANS)
         assert shift is not None
         return self.segment(torch.from_numpy(REPAIRED), hook=shift)
@@ -83,7 +83,7 @@ class Request:
 def all_kinds(engine: KVBoost) -> list[Segment]:
     """Two probes, two repairs, rows after a known beginning and the next row of an answer, each of
     a request of its own; the same every time."""
-    first, second, *others = (Request(engine._model.forward, seed) for seed in range(6))
+    first, second, *others = (Request(engine.model.forward, seed) for seed in range(6))
     return [
         first.probe(PROMPT - 16),
         others[0].repair(engine),
@@ -117,7 +117,7 @@ def observed(segment: Segment) -> torch.Tensor:
 def test_one_forward_gives_what_a_forward_for_each_gives(
     engine: KVBoost, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = engine._model.forward
+    forward = engine.model.forward
     if not native:
         monkeypatch.setattr(forward, "_kernels", None)
     alone, packed = all_kinds(engine), all_kinds(engine)
@@ -141,7 +141,7 @@ def test_one_forward_gives_what_a_forward_for_each_gives(
 def test_a_forward_of_probes_ends_after_the_last_layer_they_need(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = engine._model.forward
+    forward = engine.model.forward
     requests = [Request(forward, seed) for seed in range(2)]
     layers, last = range(forward.shape.num_layers), requests[0].bands.last
     before = [request.kv.rows(0, PROMPT).clone() for request in requests]
@@ -158,7 +158,7 @@ def test_a_probe_of_moved_rows_shares_a_forward_with_those_that_end_where_it_doe
 ) -> None:
     """The rows that a probe for deviation runs are kept in the layers above, unless they are
     chosen."""
-    forward = engine._model.forward
+    forward = engine.model.forward
 
     def make() -> list[Segment]:
         requests = [Request(forward, seed) for seed in range(4)]
@@ -195,7 +195,7 @@ class SeesOneLayer(Hook):
 
 
 def test_a_hook_that_has_seen_enough_ends_no_forward_that_others_need(engine: KVBoost) -> None:
-    forward = engine._model.forward
+    forward = engine.model.forward
     expected = forward([Request(forward, 1).segment(range(50, PROMPT))])
     first, second = (Request(forward, seed) for seed in range(2))
     hook = SeesOneLayer()

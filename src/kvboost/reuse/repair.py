@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
-from kvboost.config import RepairParams
+from kvboost.config import OVERLAP, RepairParams
 from kvboost.model.execution.segment import Hook
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation, Probe
@@ -280,10 +280,10 @@ def none(moved: MovedText, repair: RepairParams) -> RepairChoice:
 
 
 def selective(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The first and the last ``overlap`` rows of every run."""
+    """The first and the last rows of every run."""
     rows = np.zeros_like(moved.rows)
     for run in moved.runs:
-        overlap = min(repair.overlap, run.end - run.start)
+        overlap = min(OVERLAP, run.end - run.start)
         rows[run.start : run.start + overlap] = True
         rows[run.end - overlap : run.end] = True
     return RepairChoice(rows)

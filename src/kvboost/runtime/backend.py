@@ -68,11 +68,10 @@ class Backend:
         self.packer = self._make_packer()
         # How many rows of a forward there is memory for; None: for any slice.
         most = None if model.placement is None else model.placement.plan.most_rows
-        self.prefill_slice = config.prefill_slice or most or kind.slice_rows
+        self.prefill_slice = most or kind.slice_rows
         self.embedded_rows = most or kind.embedded_rows
-        step_rows = config.step_rows or kind.step_rows
         # The scheduler takes four times as many.
-        self.step_rows = step_rows if most is None else min(step_rows, most // 4)
+        self.step_rows = kind.step_rows if most is None else min(kind.step_rows, most // 4)
 
     @cached_property
     def max_kv_bytes(self) -> int:

@@ -55,7 +55,7 @@ def test_rounding_to_16_bits_does_not_look_like_positions() -> None:
                 if "router" in name or name.endswith(("bias", "sinks")):
                     weight.copy_(torch.randn_like(weight) / 2)
         with make_engine(model.bfloat16()) as engine:
-            assert engine._model.rotation is not None
+            assert engine.model.rotation is not None
 
 
 def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     with engine:
         assert len(engine.generate("What is new?", 3, ignore_eos=True).token_ids) == 3
-        found = dict(engine._model.forward.model.named_parameters())[name]
+        found = dict(engine.model.forward.model.named_parameters())[name]
     expected = numbers_in(stored[f"{name}_blocks"], stored[f"{name}_scales"])
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.transpose(1, 2))

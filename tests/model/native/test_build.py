@@ -39,7 +39,7 @@ def test_the_environment_turns_them_off(
 
 
 def test_bfloat16_needs_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_processor", frozenset)
+    monkeypatch.setattr(build, "processor", frozenset)
     assert "AMX" in str(build.why_not(torch.bfloat16))
 
 
@@ -76,7 +76,7 @@ def test_float32_needs_no_particular_processor_and_is_compiled_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs_compiler()
-    monkeypatch.setattr(build, "_processor", frozenset)
+    monkeypatch.setattr(build, "processor", frozenset)
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # nothing is computed with it
     monkeypatch.setattr(build, "TUNING", {})
     assert build.why_not(FLOAT32) is None
@@ -99,7 +99,7 @@ PROGRAM = """
 import sys
 import pytest, torch
 from kvboost.model.native import build
-build._processor = frozenset  # whose features no form needs
+build.processor = frozenset  # whose features no form needs
 build.TUNING = {}
 for flags in sys.argv[1].split(";"):
     build.FLAGS = flags.split()
@@ -115,7 +115,7 @@ def test_kernels_for_older_processors_equal_torchs_too() -> None:
     """The comparisons of this folder, without wide vectors and, on a processor that has it, with
     AVX2. Nothing is compiled with a warning."""
     needs_compiler()
-    has_avx2 = "avx2" in build._processor()
+    has_avx2 = "avx2" in build.processor()
     forms = [STRICT, f"{STRICT} -mavx2 -mfma -mf16c"] if has_avx2 else [STRICT]
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in COMPARISONS]
     program = [sys.executable, "-c", PROGRAM, ";".join(forms), *files]
@@ -129,5 +129,5 @@ def test_kernels_for_older_processors_equal_torchs_too() -> None:
 def test_a_model_answers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBOOST_NATIVE", "0")
     with make_engine(tiny_model("llama", hidden_size=128, head_dim=32)) as engine:
-        assert not engine._model.forward.has_kernels
+        assert not engine.model.forward.has_kernels
         assert len(engine.generate(list(range(5, 60)), 4, ignore_eos=True).token_ids) == 4

@@ -143,14 +143,14 @@ def test_our_kernels_run_packed_experts(folder: Path, monkeypatch: pytest.Monkey
 def test_answers_from_packed_and_expanded_experts_are_the_same(folder: Path) -> None:
     prompt = "What is new in the second chapter? " * 4
     with KVBoost.from_pretrained(folder, weights="packed", dtype="float32", device="cpu") as engine:
-        model, tokenizer = engine._model.forward.model, engine.tokenizer
+        model, tokenizer = engine.model.forward.model, engine.tokenizer
         first = engine.generate(prompt, 6, ignore_eos=True).token_ids
         facts = engine.facts()
         again = engine.generate(prompt, 6, ignore_eos=True)
         assert again.token_ids == first and again.exact_tokens > 0
         with KVBoost.from_model(model, tokenizer) as other:
             assert other.generate(prompt, 6, ignore_eos=True).token_ids == first
-            assert other._model.fingerprint == engine._model.fingerprint
+            assert other.model.fingerprint == engine.model.fingerprint
     assert facts["weights"] == "packed (torch, MXFP4 expanded)"
     with pytest.warns(UserWarning, match="expanded to float32"):
         plain = KVBoost.from_pretrained(folder, dtype="float32", device="cpu")
@@ -158,7 +158,7 @@ def test_answers_from_packed_and_expanded_experts_are_the_same(folder: Path) -> 
         assert plain.generate(prompt, 6, ignore_eos=True).token_ids == first
         assert plain.facts()["weights"] == "plain"
         assert plain.facts()["parameters"] == facts["parameters"]
-        assert plain._model.fingerprint != engine._model.fingerprint
+        assert plain.model.fingerprint != engine.model.fingerprint
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])

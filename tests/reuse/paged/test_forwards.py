@@ -39,7 +39,7 @@ class Two:
     """The same request in pages and in a buffer. Both have KV of other text in some rows."""
 
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch, refused: str = "") -> None:
-        backend, shape = engine._runtime.backend, engine._model.forward.shape
+        backend, shape = engine.runtime.backend, engine.model.forward.shape
         assert isinstance(backend, PagedBackend)
         self.capture = ReplayAgain(refused)
         monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: self.capture)

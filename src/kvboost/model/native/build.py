@@ -150,7 +150,7 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
         return "turned off by KVBOOST_NATIVE=0"
     if platform.system() != "Linux":
         return "they are built on Linux only"
-    if not _processor() >= form.needs:
+    if not processor() >= form.needs:
         return "this CPU has no matrix tiles (AMX)"
     compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
     if compiler is None:
@@ -184,7 +184,7 @@ def _built(compiler: str, form: Form) -> Path:
     sources = [path for folder in folders for path in sorted(folder.glob("*.c"))]
     headers = [path for folder in folders for path in sorted(folder.glob("*.h"))]
     texts = [path.read_text() for path in (*sources, *headers)]
-    made_of = (*texts, says.stdout, *flags, *sorted(_processor()))
+    made_of = (*texts, says.stdout, *flags, *sorted(processor()))
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     path = home() / "native" / f"{form.folder}-{digest}.so"
     if not path.is_file():
@@ -206,7 +206,7 @@ def _say(line: str) -> None:
 
 
 @cache
-def _processor() -> frozenset[str]:
+def processor() -> frozenset[str]:
     """The features that the first processor reports."""
     try:
         text = Path("/proc/cpuinfo").read_text()

@@ -86,7 +86,7 @@ class ParallelRuntime(Runtime):
         owns_ranks: bool = True,
     ) -> None:
         """``owns_ranks``: whether the other ranks end with the engine."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._owns_ranks = owns_ranks
         try:
             ranks.cast(Follower.begin_engine, config.kv_cache_bits)
@@ -97,7 +97,7 @@ class ParallelRuntime(Runtime):
 
     @property
     def failure(self) -> KVBoostError | None:
-        return self._ranks.failure
+        return self.ranks.failure
 
     def close(self) -> None:
         try:
@@ -107,10 +107,10 @@ class ParallelRuntime(Runtime):
 
     def _end_ranks(self) -> None:
         if self._owns_ranks:
-            self._ranks.close()
+            self.ranks.close()
 
     def _make_backend(self) -> Backend:
-        return ParallelBackend(self._ranks, self.model, self._config)
+        return ParallelBackend(self.ranks, self.model, self._config)
 
 
 class ParallelBackend(Backend):
