@@ -111,7 +111,7 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._latents = latent_layers(model) if latent else []
-        self._experts = None if streams else Experts.of(model)
+        self._experts = Experts.of(model, streams=streams)
         self.release()  # another engine may have bound it
         key_scales.fold(model)
         self.observed = observe(model, probed_positions, latent=latent)
