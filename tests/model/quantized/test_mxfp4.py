@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,22 @@ def test_an_adapter_changes_the_attention_beside_packed_experts(
     stock = StockModel(expanded(folder))
     with KVBoost.from_pretrained(folder, weights="packed", dtype="float32", device="cpu") as engine:
         check_merged(engine, stock, tmp_path, QV)
+
+
+def test_a_model_from_the_hub_stays_packed(folder: Path, tmp_path: Path) -> None:
+    """The hub's cache, as its client lays it out; without a network."""
+    cached = tmp_path / "models--some--gpt-oss"
+    (cached / "snapshots").mkdir(parents=True)
+    shutil.copytree(folder, cached / "snapshots" / "0123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    model, _ = read(
+        "some/gpt-oss",
+        strict=True,
+        device="cpu",
+        dtype="float32",
+        weight_form="packed",
+        cache_dir=str(tmp_path),
+        local_files_only=True,
+    )
+    assert torch.equal(logits_of(model), logits_of(read_in(folder, "packed")))
