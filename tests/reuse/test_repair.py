@@ -57,8 +57,8 @@ def moved_rows(
     plan = Planned((run(10, 60, resemblance[0]), run(60, 110, resemblance[1])))
     moved = MovedText(plan, PROMPT, LAYERS)
     probe = moved.probe_attention()
-    assert isinstance(probe.hook, AttentionMass) and probe.positions[-1] == PROMPT - 1
-    see(probe.hook.mass)
+    assert isinstance(probe.probe, AttentionMass) and probe.positions[-1] == PROMPT - 1
+    see(probe.probe.mass)
     return moved
 
 

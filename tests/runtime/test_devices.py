@@ -11,4 +11,4 @@ from kvboost.runtime.devices import device_of
 def test_other_gpus_have_no_far_rows() -> None:
     device = device_of(torch.device("mps"))
     refusal = device.far_place(EngineConfig(), None, 0)  # type: ignore[arg-type]
-    assert "not to 'mps'" in str(refusal) and not device.may_page
+    assert "not to 'mps'" in str(refusal) and device.gpu is None

@@ -12,7 +12,7 @@ def test_memory_is_returned_after_every_few_requests(
     given: list[int] = []
     trimmer = runtime.Trimmer()
     trimmer._trim = lambda pad: given.append(pad) or 0
-    monkeypatch.setattr(engine._runtime, "trimmer", trimmer)
+    monkeypatch.setattr(engine.runtime, "trimmer", trimmer)
     for count in range(1, 2 * runtime.TRIM_EVERY + 1):
         engine.generate([1, 2, 3], 1)
         assert len(given) == count // runtime.TRIM_EVERY

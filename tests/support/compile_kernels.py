@@ -21,6 +21,7 @@ from kvboost.model.triton import (
     fused,
     mass,
     move,
+    mxfp4,
     shift,
     take,
     write,
@@ -79,6 +80,7 @@ PRODUCT = {
     "biases": "*bf16",
     "shares": "*bf16",
 }
+IN_MXFP4 = {**PRODUCT, "K": 2880, "words": "*i32", "scales": "*i32", "PTX": True}
 EXACT = {"weights": "*fp32", "biases": None, "shares": None, "AT_ONCE": 32}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (adapters._shrink_kernel, "bf16", {}),
@@ -95,6 +97,9 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (experts._product_kernel, "bf16", PRODUCT),
     (experts._product_kernel, "bf16", {**PRODUCT, "order": None, "experts": "*i64"}),
     (experts._product_kernel, "fp32", {**PRODUCT, **EXACT}),
+    (mxfp4._packed_product_kernel, "bf16", IN_MXFP4),
+    (mxfp4._packed_product_kernel, "bf16", {**IN_MXFP4, "order": None, "experts": "*i64"}),
+    (mxfp4._packed_product_kernel, "fp32", {**IN_MXFP4, **EXACT, "PTX": False}),
     (experts._limited_gate_kernel, "bf16", {"alpha": "fp32", "limit": "fp32", "BLOCK": 1024}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **WHOLE_PAGES}),

@@ -49,6 +49,11 @@ class KVData:
     in_pages: ClassVar[bool] = False
     """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
 
+    @property
+    def number(self) -> int | None:
+        """The number by which other ranks know it; None if there are no others."""
+        return None
+
     @staticmethod
     def gather(several: Sequence[KVData]) -> list[KVData]:
         """The same outside of such pages."""

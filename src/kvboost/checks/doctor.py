@@ -18,6 +18,7 @@ from kvboost.model.loading.device import cpu_has_bf16, pick_device, pick_dtype, 
 from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.paged.pool import why_no_pages
 from kvboost.model.quantized.products import describe_path
+from kvboost.runtime.devices import device_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     chosen_dtype = pick_dtype(dtype, chosen_device)
     advice = []
     kernels = "no: only on CPUs"
-    if chosen_device.type == "cpu":
+    kind = device_of(chosen_device)
+    if kind.is_host:
         kernels = native.describe(chosen_dtype)
         advice.append(
             "no GPU is used: reading a prompt is the slow part here, and the part that reuse "
@@ -83,9 +85,9 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         "cache folder is": folder_state,
         "models here": ", ".join(weights.installed()) or "none",
     }
-    if chosen_device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(chosen_device)
-        reason = why_no_pages(chosen_device)
+    if kind.gpu is not None:
+        facts["gpu"] = torch.cuda.get_device_name(kind.gpu)
+        reason = why_no_pages(kind.gpu)
         facts["pages and graphs"] = f"no: {reason}" if reason else "yes"
         if reason:
             advice.append(

@@ -13,13 +13,21 @@ from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.mixed import group_of, join_groups, states_of, with_states
 from kvboost.cache.quantize import KVData, NewRows, Quantizer
-from kvboost.model.execution.kv import RequestKV
-from kvboost.model.execution.mixed_kv import MixedKV
 from kvboost.model.execution.states import RowStates
 
 
 class KVRows(Protocol):
-    """A request's preallocated KV."""
+    """A request's preallocated KV: see :class:`RequestKV`."""
+
+    @property
+    def number(self) -> int | None: ...
+
+    @property
+    def groups(self) -> Sequence[KVRows]:
+        """The rows of layers that are alike."""
+
+    @property
+    def states(self) -> RowStates | None: ...
 
     def filling(self, start: int, end: int) -> AbstractContextManager[torch.Tensor]:
         """Rows ``[start, end)``, ``[2, layers, kv_heads, end - start, head_dim]``, to be
@@ -58,53 +66,42 @@ def place_rows(
 
 
 class Packer:
-    """Copies rows of chunks into requests, and rows of requests for chunks."""
+    """Copies rows of chunks into requests, and rows of requests for chunks. There is a quantizer
+    for each group of layers that are alike."""
 
-    def __init__(self, quantizer: Quantizer) -> None:
-        self._quantizer = quantizer
-
-    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
-        """As :func:`place`."""
-        place(hit, data, kv, self._quantizer, share)
-
-    def packing(self, kv: KVRows) -> Pack:
-        """Gives rows of ``kv`` for chunks."""
-
-        def pack(parts: Sequence[NewRows]) -> list[KVData]:
-            return self._quantizer.pack_all(kv.rows(parts[0].start, parts[-1].end), parts)
-
-        return pack
-
-    def finish(self, kv: KVRows) -> None:
-        """Every hit of a request is in place, and its data are still held."""
-
-
-class MixedPacker(Packer):
-    """The same for models whose layers differ: one quantizer for each group of layers."""
-
-    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
+    def __init__(self, *quantizers: Quantizer) -> None:
         self._quantizers = quantizers
 
     def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
-        assert isinstance(kv, MixedKV)
+        """As :func:`place`."""
         for number, (group, quantizer) in enumerate(zip(kv.groups, self._quantizers, strict=True)):
-            place(hit, group_of(data, number), group, quantizer, share)
+            place(hit, self._of_group(data, number), group, quantizer, share)
 
     def packing(self, kv: KVRows) -> Pack:
-        assert isinstance(kv, MixedKV)
+        """Gives rows of ``kv`` for chunks."""
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
             start, end = parts[0].start, parts[-1].end
             groups = []
             for number, group in enumerate(kv.groups):
                 own = [
-                    part if part.like is None else replace(part, like=group_of(part.like, number))
+                    part
+                    if part.like is None
+                    else replace(part, like=self._of_group(part.like, number))
                     for part in parts
                 ]
                 groups.append(self._quantizers[number].pack_all(group.rows(start, end), own))
+            if len(groups) == 1:
+                return groups[0]
             return [join_groups(part) for part in zip(*groups, strict=True)]
 
         return pack
+
+    def finish(self, kv: KVRows) -> None:
+        """Every hit of a request is in place, and its data are still held."""
+
+    def _of_group(self, data: KVData, number: int) -> KVData:
+        return data if len(self._quantizers) == 1 else group_of(data, number)
 
 
 class StatePacker(Packer):
@@ -137,5 +134,5 @@ class StatePacker(Packer):
 
 
 def _states(kv: KVRows) -> RowStates:
-    assert isinstance(kv, RequestKV) and kv.states is not None
+    assert kv.states is not None
     return kv.states

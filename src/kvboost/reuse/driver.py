@@ -15,6 +15,7 @@ import torch
 
 from kvboost.config import RepairParams
 from kvboost.model.execution.segment import Hook
+from kvboost.reuse.probe import Probe
 from kvboost.reuse.repair import STRATEGIES, MovedText, RepairStep
 from kvboost.reuse.shift import Positions, Spans, Which
 
@@ -25,6 +26,13 @@ class ShiftedRows(Protocol):
     def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
         there is nothing to shift."""
+
+
+class RepairedRows(ShiftedRows, Protocol):
+    """The same, wherever they are: in a buffer, in our pages or in vLLM's."""
+
+    def probe(self, probe: Probe, positions: torch.Tensor) -> Hook:
+        """The hook that observes here what ``probe`` asks for, of the rows at ``positions``."""
 
 
 Given = torch.Tensor | None
@@ -54,7 +62,7 @@ def repair_rows(
     positions = np.flatnonzero((choice.rows | moved.unknown)[:end])
     stop = 0
     while (start := stop) < len(positions):
-        stop = _stop(positions, start, start + slice_rows, together)
+        stop = step_end(positions, start, start + slice_rows, together)
         part, hook = positions[start:stop], None
         if choice.shift:
             # A slice shifts the rows between the end of the last slice and its own, once.
@@ -67,7 +75,9 @@ def repair_rows(
     return choice.rows, logits
 
 
-def _stop(positions: Positions, start: int, stop: int, together: Sequence[tuple[int, int]]) -> int:
+def step_end(
+    positions: Positions, start: int, stop: int, together: Sequence[tuple[int, int]]
+) -> int:
     """Where a step from ``start`` on ends: at ``stop``, unless that is inside an interval of
     ``together``. Then it ends before the interval, or after it if that leaves nothing."""
     if stop >= len(positions):

@@ -1,12 +1,13 @@
-"""The plan of a prompt: spans that cover it from first to last token."""
+"""The plan of a prompt: what serves each of its rows."""
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.config import LEAST_MOVED
 from kvboost.results import Span, SpanKind
@@ -20,26 +21,23 @@ attention shows which moved rows matter."""
 
 @dataclass(frozen=True)
 class Plan:
-    """``spans`` cover the prompt. ``in_place`` hits serve at their own positions; ``moved`` runs do
-    not overlap. Both are in order."""
+    """How a prompt of ``num_tokens`` is served: ``in_place`` hits serve at their own positions, and
+    ``moved`` runs, which come after them, do not overlap. Both are in order."""
 
-    spans: tuple[Span, ...]
+    num_tokens: int
     in_place: tuple[Hit, ...] = ()
     moved: tuple[MovedRun, ...] = ()
 
     num_shared: int = 0
-    """The number of first rows that are shared with a running request, and so in place."""
+    """The number of first rows that are in place already: shared with a running request, or in
+    another engine's pages."""
 
     @property
     def exact_rows(self) -> int:
         """Rows before the first approximate or moved row. If there is none, the answer is exact
         too, and this is ``sys.maxsize``."""
-        inexact = (SpanKind.APPROXIMATE, SpanKind.MOVED)
-        return next((span.start for span in self.spans if span.kind in inexact), sys.maxsize)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.spans[-1].end
+        approximate = [hit.start for hit in self.in_place if hit.chunk.lineage is not Lineage.EXACT]
+        return min([*approximate[:1], *(run.start for run in self.moved[:1])], default=sys.maxsize)
 
     @property
     def num_known(self) -> int:
@@ -50,19 +48,40 @@ class Plan:
     def num_moved(self) -> int:
         return sum(run.end - run.start for run in self.moved)
 
-    def computed(self) -> Iterator[range]:
-        for span in self.spans:
-            if span.kind is SpanKind.COMPUTE:
-                yield range(span.start, span.end)
+    def computed(self) -> list[range]:
+        """The rows that are not known."""
+        known = [(hit.start, hit.end) for hit in self.in_place]
+        known += [(run.start, run.end) for run in self.moved]
+        ranges, row = [], self.num_shared
+        for start, end in [*known, (self.num_tokens, self.num_tokens)]:
+            if start > row:
+                ranges.append(range(row, start))
+            row = max(row, end)
+        return ranges
 
     @property
     def hits(self) -> tuple[Hit, ...]:
         """All hits to copy into place, in order."""
         return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Cover the prompt from first to last token."""
+        spans = [Span(SpanKind.COMPUTE, rows.start, rows.stop) for rows in self.computed()]
+        if self.num_shared:
+            spans.append(Span(SpanKind.EXACT, 0, self.num_shared, tier="shared"))
+        for hit in self.in_place:
+            kind = SpanKind(hit.chunk.lineage.value)
+            spans.append(Span(kind, hit.start, hit.end, hit.chunk.key, hit.offset, tier=hit.tier))
+        for run in self.moved:
+            for hit in run.hits:
+                of_chunk = hit.chunk.key, hit.offset, run.resemblance, hit.tier
+                spans.append(Span(SpanKind.MOVED, hit.start, hit.end, *of_chunk))
+        return tuple(sorted(spans, key=lambda span: span.start))
+
     def without_moved(self) -> Plan:
         """The same plan, with the moved runs computed instead."""
-        return _cover(self.num_tokens, self.in_place, (), self.num_shared)
+        return replace(self, moved=())
 
 
 def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
@@ -78,7 +97,7 @@ def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
     in_place = (*known.exact, *(known.approximate if continues else ()))
     if in_place and in_place[-1].end < LEAST_TOKENS:
         in_place = ()
-    return _cover(num_tokens, in_place, choose(known.moved), num_shared)
+    return Plan(num_tokens, in_place, choose(known.moved), num_shared)
 
 
 def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
@@ -111,36 +130,3 @@ def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> list[tuple[int, in
             free.append((start, begin))
         start = max(start, end)
     return [*free, (start, last)] if last - start >= LEAST_MOVED else free
-
-
-def _cover(
-    num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ...], num_shared: int
-) -> Plan:
-    spans: list[Span] = []
-    if num_shared:
-        spans.append(Span(SpanKind.EXACT, 0, num_shared, tier="shared"))
-
-    def compute_until(row: int) -> None:
-        known = spans[-1].end if spans else 0
-        if row > known:
-            spans.append(Span(SpanKind.COMPUTE, known, row))
-
-    for hit in in_place:
-        kind = SpanKind(hit.chunk.lineage.value)
-        spans.append(Span(kind, hit.start, hit.end, hit.chunk.key, hit.offset, tier=hit.tier))
-    for run in moved:
-        compute_until(run.start)
-        spans += [
-            Span(
-                SpanKind.MOVED,
-                hit.start,
-                hit.end,
-                hit.chunk.key,
-                hit.offset,
-                run.resemblance,
-                hit.tier,
-            )
-            for hit in run.hits
-        ]
-    compute_until(num_tokens)
-    return Plan(tuple(spans), in_place, moved, num_shared)

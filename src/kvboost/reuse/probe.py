@@ -45,7 +45,18 @@ def row_weights(num_rows: int) -> torch.Tensor:
     return weights
 
 
-class AttentionMass(Hook):
+class Probe(Hook):
+    """A hook that observes rows, which run up to one of the layers for that."""
+
+    def observed(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def in_pages(self, sees_mass: Callable[[AttentionMass], Hook]) -> Hook:
+        """The hook that observes the same over pages, where kernels do what ``sees_mass`` says."""
+        return self
+
+
+class AttentionMass(Probe):
     """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
     them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
     summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
@@ -68,6 +79,9 @@ class AttentionMass(Hook):
     def observed(self) -> torch.Tensor:
         self.wait()
         return self.mass
+
+    def in_pages(self, sees_mass: Callable[[AttentionMass], Hook]) -> Hook:
+        return sees_mass(self)
 
     @cached_property
     def mass(self) -> torch.Tensor:
@@ -122,7 +136,7 @@ class AttentionMass(Hook):
         return self._masks[window]
 
 
-class Deviation(Hook):
+class Deviation(Probe):
     """The distance of the recomputed keys and values of rows, at ``positions`` on the host, from
     the cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and
     values together."""

@@ -7,19 +7,20 @@ chooses rows to recompute. Those and all new rows then go through one packed for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
-from kvboost.config import RepairParams
+from kvboost.config import OVERLAP, RepairParams
 from kvboost.model.execution.segment import Hook
-from kvboost.reuse.probe import AttentionMass, Bands, Deviation
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.probe import AttentionMass, Bands, Deviation, Probe
 from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
 PROBE_ROWS, LEAST_PROBE_ROWS = 64, 16
@@ -95,23 +96,22 @@ def probe_rows(runs: Sequence[MovedRun]) -> int:
 
 
 class RepairStep(NamedTuple):
-    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a hook
-    that shifts others. Or a probe: they run up to layer ``until`` only, for what ``hook`` sees.
-    Rows that are ``absent`` are not attended to."""
+    """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a
+    ``shift`` of others. Or they run up to layer ``until`` only, for what ``probe`` sees. They
+    ``may_go_on`` if all of them will be computed after it. Rows that are ``absent`` are not
+    attended to."""
 
     positions: torch.Tensor
-    hook: Hook | None
+    shift: Hook | None = None
+    probe: Probe | None = None
     until: int | None = None
     absent: torch.Tensor | None = None
-
-    @property
-    def is_probe(self) -> bool:
-        return self.until is not None
+    may_go_on: bool = False
 
     @property
     def is_complete(self) -> Callable[[], bool] | None:
-        """Whether the hook has seen all, if a GPU may still be at it."""
-        return None if self.hook is None else self.hook.is_complete
+        """Whether the probe has seen all, if a GPU may still be at it."""
+        return None if self.probe is None else self.probe.is_complete
 
 
 @dataclass(frozen=True)
@@ -123,29 +123,12 @@ class RepairChoice:
     shift: bool = False
 
 
-class MovedPlan(Protocol):
-    """The facts of a plan that a repair needs."""
-
-    @property
-    def moved(self) -> tuple[MovedRun, ...]: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt."""
-
-    @property
-    def num_moved(self) -> int: ...
-
-    def computed(self) -> Iterable[range]:
-        """The rows that are not known."""
-
-
 @dataclass
 class MovedText:
     """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing and
     repairing them has cost."""
 
-    plan: MovedPlan
+    plan: Plan
     live_end: int
     num_layers: int
     charged_tokens: float = field(default=0.0, init=False)
@@ -233,7 +216,8 @@ class MovedText:
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, absent[:start])
         rows = np.arange(start, self.live_end)
-        return self._probe(rows, self._seen, bands.last, absent if hidden.any() else None)
+        step = self._probe(rows, self._seen, bands.last)
+        return step._replace(absent=absent if hidden.any() else None, may_go_on=True)
 
     def probe_deviation(self) -> list[RepairStep]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
@@ -251,15 +235,9 @@ class MovedText:
             scores[one.positions.numpy()] = one.squared.numpy()
         return scores * self.rows
 
-    def _probe(
-        self,
-        positions: Positions,
-        hook: Hook,
-        until: int,
-        absent: torch.Tensor | None = None,
-    ) -> RepairStep:
+    def _probe(self, positions: Positions, probe: Probe, until: int) -> RepairStep:
         self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
-        return RepairStep(torch.from_numpy(positions), hook, until, absent)
+        return RepairStep(torch.from_numpy(positions), probe=probe, until=until)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""
@@ -302,10 +280,10 @@ def none(moved: MovedText, repair: RepairParams) -> RepairChoice:
 
 
 def selective(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The first and the last ``overlap`` rows of every run."""
+    """The first and the last rows of every run."""
     rows = np.zeros_like(moved.rows)
     for run in moved.runs:
-        overlap = min(repair.overlap, run.end - run.start)
+        overlap = min(OVERLAP, run.end - run.start)
         rows[run.start : run.start + overlap] = True
         rows[run.end - overlap : run.end] = True
     return RepairChoice(rows)

@@ -10,15 +10,16 @@ import torch
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData
-from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv import LayerRows, RequestKV
 from kvboost.model.execution.segment import Hook
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.driver import ShiftedRows
+from kvboost.reuse.driver import RepairedRows
+from kvboost.reuse.probe import Probe
 from kvboost.reuse.rope import AnyRotation
 from kvboost.reuse.shift import Positions, Shift, Spans
 
 
-class RequestRows(ShiftedRows, Protocol):
+class RequestRows(RepairedRows, Protocol):
     """The contract for rows in buffers and in pages."""
 
     @property
@@ -37,18 +38,34 @@ class RequestRows(ShiftedRows, Protocol):
     def clear(self, rows: range) -> None:
         """Prepares rows that are not known: a probe does not attend to them."""
 
-    def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
-        """The hook that does in a probe of the last rows, at ``positions``, what ``hook`` would
-        do."""
+
+class HookedRows:
+    """Rows that hooks see and shift layer by layer, with torch or the kernels of CPUs."""
+
+    def __init__(self, rows: LayerRows, rotation: AnyRotation | None) -> None:
+        self._rows, self._rotation = rows, rotation
+
+    def probe(self, probe: Probe, positions: torch.Tensor) -> Hook:
+        probe.kv = self._rows
+        return probe
+
+    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
+        if self._rotation is None:
+            return None
+        on_device = torch.from_numpy(positions).to(self._rows.shape.device)
+        shift = Shift(self._rotation, on_device, spans)
+        shift.kv = self._rows
+        return shift if shift.useful else None
 
 
-class BufferedRows:
+class BufferedRows(HookedRows):
     """Rows in a buffer, or in pages that have no kernels of their own."""
 
     slice_rows: int | None = None
 
     def __init__(self, kv: RequestKV, packer: Packer, rotation: AnyRotation | None) -> None:
-        self._kv, self._packer, self._rotation = kv, packer, rotation
+        super().__init__(kv, rotation)
+        self._kv, self._packer = kv, packer
 
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         self._packer.place(hit, data, self._kv, share)
@@ -61,13 +78,3 @@ class BufferedRows:
 
     def clear(self, rows: range) -> None:
         self._kv.clear(rows.start, rows.stop)  # they are masked, but NaN would still spread
-
-    def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
-        return hook
-
-    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
-        if self._rotation is None:
-            return None
-        on_device = torch.from_numpy(positions).to(self._kv.shape.device)
-        shift = Shift(self._rotation, on_device, spans)
-        return shift if shift.useful else None

@@ -130,13 +130,8 @@ class Shift(Hook):
         between = block_of[self._start : self._end]
         self._offset_of = torch.where(between >= 0, between, num_blocks)
         which = block_of[self._fresh]
-        self._rows = (self._index, self._fresh, which, num_blocks, BLOCKS, ERROR_WEIGHT)
+        self._rows = (self._index, self._fresh, self._end, which, num_blocks, BLOCKS, ERROR_WEIGHT)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
-
-    @property
-    def touched(self) -> range:
-        """The rows that may change. Only if it is useful."""
-        return range(self._start, self._end)
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale

@@ -4,7 +4,7 @@ made. Here requests have buffers; ``runtime/paged_backend.py`` gives them pages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from kvboost.model.execution.mixed_kv import make_pool
 from kvboost.model.far.store import FarStore
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.reuse.assemble import MixedPacker, Packer, StatePacker
+from kvboost.reuse.assemble import Packer, StatePacker
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import AnyRotation, MixedRotation, Rotation
@@ -68,11 +68,10 @@ class Backend:
         self.packer = self._make_packer()
         # How many rows of a forward there is memory for; None: for any slice.
         most = None if model.placement is None else model.placement.plan.most_rows
-        self.prefill_slice = config.prefill_slice or most or kind.slice_rows
+        self.prefill_slice = most or kind.slice_rows
         self.embedded_rows = most or kind.embedded_rows
-        step_rows = config.step_rows or kind.step_rows
         # The scheduler takes four times as many.
-        self.step_rows = step_rows if most is None else min(step_rows, most // 4)
+        self.step_rows = kind.step_rows if most is None else min(kind.step_rows, most // 4)
 
     @cached_property
     def max_kv_bytes(self) -> int:
@@ -144,12 +143,13 @@ class Backend:
 
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could, and which option has no effect."""
-        pages = f"requests have no pages: {self._why_buffers}"
-        bits = self._config.kv_cache_bits
-        latents = f"kv_cache_bits={bits} has no effect: latents are stored in 16 bits or more"
-        says_pages = self.device.may_page and self._why_buffers
-        has_no_effect = bits < 16 and not self._packs
-        return [*([pages] if says_pages else []), *([latents] if has_no_effect else [])]
+        notes, bits = [], self._config.kv_cache_bits
+        if self._why_buffers and self.device.gpu is not None:
+            notes.append(f"requests have no pages: {self._why_buffers}")
+        if bits < 16 and not self._packs:
+            told = "has no effect: latents are stored in 16 bits or more"
+            notes.append(f"kv_cache_bits={bits} {told}")
+        return notes
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
@@ -158,9 +158,8 @@ class Backend:
         self.model.forward.release()
 
     def _open_tiers(self) -> Tiers:
-        device = self.model.device
-        locked = partial(host_memory, device=device)
-        return open_tiers(self._config, device, locked, self.kept_bytes)
+        locked = None if self.device.gpu is None else host_memory
+        return open_tiers(self._config, self.model.device, locked, self.kept_bytes)
 
     def _make_pool(self) -> KVPool:
         pool = make_pool(self.model.forward.shape, MAX_IDLE)
@@ -169,14 +168,11 @@ class Backend:
         return pool
 
     def _make_packer(self) -> Packer:
+        packer = Packer(*self._make_quantizers())
         if not self.model.forward.states:
-            return self._make_row_packer()
+            return packer
         own = self.tiers.ram.own if self.device.is_host else torch.clone
-        return StatePacker(self._make_row_packer(), own)
-
-    def _make_row_packer(self) -> Packer:
-        quantizers = self._make_quantizers()
-        return Packer(quantizers[0]) if len(quantizers) == 1 else MixedPacker(quantizers)
+        return StatePacker(packer, own)
 
     def _make_quantizers(self) -> list[Quantizer]:
         """One for each group of layers that are alike."""
@@ -205,7 +201,7 @@ class Backend:
             raise ConfigError(
                 f"far_kv_bytes={config.far_kv_bytes:,} cannot be used: {place}; leave it at 0"
             )
-        fits = self.max_kv_bytes - (near if self.device.may_page else 0)
+        fits = self.max_kv_bytes - (near if self.device.gpu is not None else 0)
         return FarStore(
             forward.uniform_shape,
             place,

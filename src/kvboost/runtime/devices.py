@@ -36,8 +36,8 @@ class Device:
     is_host = False
     """Whether rows are where chunks in RAM are, and forwards take so long that others should run
     between their layers."""
-    may_page = False
-    """Whether requests could have pages."""
+    gpu: torch.device | None = None
+    """The device, if it is an NVIDIA GPU."""
     collectives = "gloo"
     """The backend over which ranks with such devices exchange tensors, as torch names it."""
     clock = staticmethod(time.perf_counter)
@@ -86,8 +86,11 @@ class NvidiaGpu(Device):
     max_running = 64  # they take little longer for a step than 16
     # Chunks are pages there, so that large ones cost no copies; the host's time goes by chunks.
     chunk_size = 512
-    may_page = True
     collectives = "cpu:gloo,cuda:nccl"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.gpu = device
 
     def kv_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0] * 2 * MEMORY_SHARE)

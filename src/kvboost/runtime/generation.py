@@ -14,7 +14,6 @@ import torch
 
 from kvboost.config import GenerationMode
 from kvboost.model.execution.kv import RequestKV
-from kvboost.model.far.memory import wait_for
 from kvboost.runtime.computing import Computing, Steps, run_alone
 from kvboost.runtime.decode import Decode
 from kvboost.runtime.keeping import Keeping
@@ -62,7 +61,7 @@ class Generation:
         self._leaves = False
         with self._lend_kv():
             logits = run_alone(self._runtime.backend, self._prefill.steps())
-            wait_for(logits.device)
+            self._prefill.kv.shape.traits.wait(logits.device)
             self._state.clock.lap("prefill")
             self._keeping.touch_used()
             return logits

@@ -19,7 +19,6 @@ from kvboost.model.execution.kv import Prefix, RequestKV
 from kvboost.model.paged import draft_steps
 from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import Capture, NoCapture, make_capture
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.steps import bucket_of
@@ -76,7 +75,7 @@ class PagedBackend(Backend):
 
     def rows_of(self, kv: RequestKV) -> RequestRows:
         forwards = self.forwards
-        if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
+        if forwards is None or kv.slab is not forwards.slab:
             return super().rows_of(kv)
         most = forwards.most_rows
         return PagedRequest(kv, forwards.kernels, self.packer, most, self._page_store)
@@ -97,7 +96,7 @@ class PagedBackend(Backend):
             found.append(self.model.placement.note)
         if has_adapters:
             found.append("prompts with adapters are read without CUDA graphs and fused layers")
-        here = [note for note in found if note is not None] if self.device.may_page else []
+        here = [note for note in found if note is not None] if self.device.gpu is not None else []
         return super().notes(has_adapters=has_adapters) + here
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ class Prefill:
                 chosen, logits = end.value
                 break
             state.clock.lap(before)
-            before = "probe" if step.is_probe else "repair"
+            before = "repair" if step.probe is None else "probe"
             segment = self._repaired(step, ids, own)
             segment.images = yield from self.sight.rows(step.positions)
             segment.places = self.sight.places(step.positions)
@@ -277,17 +277,15 @@ class Prefill:
 
     def _repaired(self, step: RepairStep, ids: torch.Tensor, rows: RequestRows) -> Segment:
         """The rows of a step as the forward runs them."""
-        positions, hook = step.positions, step.hook
-        if step.is_probe and hook is not None:
-            hook = rows.probe(hook, positions)
+        positions, probe = step.positions, step.probe
         before = int(np.searchsorted(positions.numpy(), self._live_end - 1))
         return Segment(
             self.kv,
             ids[positions],
             positions,
-            0 if step.is_probe else len(positions) - before,
-            hook=hook,
+            len(positions) - before if probe is None else 0,
+            hook=step.shift if probe is None else rows.probe(probe, positions),
             until=step.until,
+            may_go_on=step.may_go_on,
             absent=step.absent,
-            observes=step.is_probe,
         )

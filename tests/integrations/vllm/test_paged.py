@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from kvboost.integrations.vllm.paged import GatheredMass, GatheredRows, GatheredShift
+from kvboost.integrations.vllm.paged import OfLastRows, PageRows
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.segment import Rules
-from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass, Bands
+from kvboost.reuse.request import HookedRows
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import Spans
 from support.made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
 
 ROWS, HEADS = 4 * PAGE, 6
@@ -21,7 +22,7 @@ TABLE = torch.tensor([5, 2, 6, 3])
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-def both(form: str) -> tuple[Pages, GatheredRows, RequestKV]:
+def both(form: str) -> tuple[Pages, PageRows, RequestKV]:
     """The same random rows in pages and on their own."""
     pages = FORMS[form]()
     kv = RequestKV(KVShape(LAYERS, KV_HEADS, DIM, torch.float32, torch.device("cpu")), ROWS)
@@ -30,16 +31,15 @@ def both(form: str) -> tuple[Pages, GatheredRows, RequestKV]:
     pages.write_all(noise, torch.arange(BLOCKS * PAGE))
     slots = pages.slots(TABLE, torch.arange(ROWS))
     pages.write_all(kv.data[:, :, :, :ROWS], slots)
-    return pages, GatheredRows(pages, slots), kv
+    return pages, PageRows(pages, TABLE, ROWS), kv
 
 
 @each_form
 def test_a_layer_of_pages_looks_like_rows(form: str) -> None:
     _, rows, kv = both(form)
-    rows.gather(1)
     for mine, its in zip(rows.layer(1, 3, 20), kv.layer(1, 3, 20), strict=True):
         assert torch.equal(mine, its)
-    assert (rows.shape, rows.capacity) == (kv.shape, ROWS)
+    assert rows.shape == kv.shape
 
 
 @each_form
@@ -50,15 +50,14 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     absent = torch.zeros(start, dtype=torch.bool)
     absent[4:9] = True
     mine, its = (AttentionMass(Bands(range(1), range(1, 2)), absent) for _ in range(2))
-    hook = GatheredMass(mine, rows, 5)
+    hook = OfLastRows(HookedRows(rows, None).probe(mine, torch.arange(start, ROWS)), 5)
     its.kv = kv
     rules = Rules(0.3, sinks=torch.linspace(-1, 4, HEADS))
     for layer in range(LAYERS):
         its.on_query(layer, query[-5:], rules)
     hook.on_fresh(0, query, query)
-    hook.on_query(0, query, rules)
-    with pytest.raises(EnoughLayers):
-        hook.on_query(1, query, rules)
+    for layer in range(LAYERS):
+        hook.on_query(layer, query, rules)
     assert its.mass.sum() > 1
     assert torch.allclose(mine.mass, its.mass, atol=1e-6)
 
@@ -68,11 +67,10 @@ def test_the_shift_changes_the_same_rows(form: str) -> None:
     pages, rows, kv = both(form)
     before = pages.read_all(torch.arange(BLOCKS * PAGE))
     spans = Spans.of([range(5, 15), range(20, 29)], ROWS)
-    positions = torch.tensor([1, 6, 7, 12, 21, 25, 30])
+    positions = np.array([1, 6, 7, 12, 21, 25, 30])
     rotation = Rotation(torch.rand(LAYERS, DIM // 2))
-    hook = GatheredShift(Shift(rotation, positions, spans), rows)
-    its = Shift(rotation, positions, spans)
-    its.kv = kv
+    hook, its = (HookedRows(one, rotation).shift(positions, spans) for one in (rows, kv))
+    assert hook is not None and its is not None
     fresh = torch.randn(2, LAYERS, len(positions), KV_HEADS, DIM)
     for layer in range(LAYERS):
         hook.on_fresh(layer, *fresh[:, layer])

@@ -13,6 +13,7 @@ from kvboost.integrations.vllm import placing
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.placing import place, rows_of
 from kvboost.integrations.vllm.planner import Load
+from kvboost.reuse.plan import Plan
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
 from support.made_up_pages import BLOCKS, DIM, KV_HEADS, LAYERS, PAGE, make_pages
@@ -35,7 +36,7 @@ def test_rows_outside_of_a_window_are_not_written() -> None:
     nothing = pages.caches[1][0].clone()
     rows = torch.randn(2, LAYERS, KV_HEADS, 24, DIM)
     hits, chunks = stored_text(rows)
-    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=tables)
+    load = Load("a", as_token_ids(range(30)), Plan(30, hits), 24, tables=tables)
     place(load, chunks, [torch.tensor(table) for table in tables], pages, Quantizer(16, None))
     for layer, (table, skipped) in enumerate(((tables[0], 0), (tables[1], PAGE))):
         found = pages.read_all(pages.slots(table, torch.arange(skipped, 24)))
@@ -60,7 +61,7 @@ def test_nothing_is_written_where_all_rows_of_a_batch_are_outside_of_a_window(
     monkeypatch.setattr(placing, "COPIED_ROWS", 12)
     rows = torch.randn(2, LAYERS, KV_HEADS, 24, DIM)
     hits, chunks = stored_text(rows)
-    load = Load("a", as_token_ids(range(30)), 0, 24, hits, tables=tables)
+    load = Load("a", as_token_ids(range(30)), Plan(30, hits), 24, tables=tables)
     place(load, chunks, [torch.tensor(table) for table in tables], pages, Quantizer(16, None))
     assert written == [12, 12, 24 - 2 * PAGE]
 

@@ -25,7 +25,9 @@ from kvboost.integrations.vllm.planner import (
     prompt_ids,
     salt_of,
 )
+from kvboost.reuse import repair
 from kvboost.reuse.plan import LIVE_TOKENS
+from kvboost.reuse.repair import MovedText
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 from support.planting import chunk_files
 from support.redis_server import MISSING, RedisServer
@@ -93,14 +95,14 @@ def check(load: Load, local: int, ids: TokenIds) -> None:
     """What must hold of every load: each row has one source, and the tokens are the same."""
     assert load.first == local and load.end % PAGE == 0 and load.end < len(ids)
     rows: list[int] = []
-    for hit in (*load.in_place, *(hit for run in load.moved for hit in run.hits)):
+    for hit in (*load.plan.in_place, *(hit for run in load.plan.moved for hit in run.hits)):
         assert hit.num_tokens > 0
         there = hit.chunk.token_ids[hit.offset : hit.offset + hit.num_tokens]
         assert there.tolist() == ids[hit.start : hit.end].tolist()
         rows += range(hit.start, hit.end)
     rows += [row for some in load.computed() for row in some]
     assert sorted(rows) == list(range(local, load.end))
-    if not load.moved:
+    if not load.plan.moved:
         assert not load.computed(), "only a repair computes rows"
 
 
@@ -147,7 +149,7 @@ def test_the_last_row_is_left_to_vllm(start: Start, length: int) -> None:
     planner, ids = start(), text(1, length)
     assert len(keep(planner, ids)) == -(-length // CHUNK)
     load = plan(planner, ids)
-    assert load is not None and not load.moved and load.num_tokens == length
+    assert load is not None and not load.plan.moved and load.plan.num_tokens == length
     assert load.end == load.exact_rows == (length - 1) // PAGE * PAGE < length
 
 
@@ -156,7 +158,7 @@ def test_rows_that_vllm_has_are_not_loaded(start: Start) -> None:
     keep(planner, ids)
     load = plan(planner, ids, local=96)
     assert load is not None and (load.first, load.end) == (96, 288)
-    assert load.in_place[0].start == 96
+    assert load.plan.in_place[0].start == 96
     assert plan(planner, ids, local=288 - LEAST_ROWS + PAGE) is None
 
 
@@ -165,14 +167,14 @@ def test_a_load_ends_with_a_page_of_vllm_where_chunks_do_not(start: Start) -> No
     keep(planner, ids[:240])
     load = plan(planner, join(ids[:240], text(2, 60)), asked=asked("exact"))
     assert load is not None and load.end == 224
-    assert load.in_place[-1].end == 224 and load.in_place[-1].chunk.end == 240
+    assert load.plan.in_place[-1].end == 224 and load.plan.in_place[-1].chunk.end == 240
 
 
 def test_a_common_beginning_that_ends_within_a_page_serves_whole_pages(start: Start) -> None:
     planner, ids = start(), text(1, 300)
     keep(planner, ids)
     load = plan(planner, join(ids[:150], text(2, 150)))
-    assert load is not None and load.end == 128 and not load.moved
+    assert load is not None and load.end == 128 and not load.plan.moved
 
 
 def test_few_rows_are_computed(start: Start) -> None:
@@ -220,9 +222,24 @@ def test_moved_text_is_found_and_the_rest_computed(start: Start) -> None:
     prompt = join(text(3, 70), document, text(4, 40))
     load = plan(planner, prompt)
     assert load is not None and load.end == 256
-    assert load.num_moved > 100 and load.exact_rows == load.moved[0].start >= 70
-    assert load.moved[-1].end <= len(prompt) - LIVE_TOKENS
+    assert load.plan.num_moved > 100 and load.exact_rows == load.plan.moved[0].start >= 70
+    assert load.plan.moved[-1].end <= len(prompt) - LIVE_TOKENS
     assert load.computed()[0].start == 0
+
+
+def test_a_probe_attends_to_no_row_between_the_load_and_its_own(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are such rows where pages are longer than the end of the prompt that is probed."""
+    monkeypatch.setattr(repair, "PROBE_ROWS", 16)
+    planner, document = start(), text(1, 160)
+    keep(planner, join(text(2, 40), document))
+    prompt = join(text(3, 70), document, text(4, 54))
+    load = plan(planner, prompt)
+    assert load is not None and load.end == 256
+    probe = MovedText(load.plan, len(prompt), 4).probe_attention()
+    assert probe.positions.tolist() == list(range(268, 284)) and probe.absent is not None
+    assert probe.absent[230:268].all() and not probe.absent[268:].any()
 
 
 def test_text_that_was_read_in_several_contexts_is_loaded_from_all_of_them(start: Start) -> None:
@@ -232,9 +249,11 @@ def test_text_that_was_read_in_several_contexts_is_loaded_from_all_of_them(start
     load = plan(planner, join(text(5, 70), document, text(6, 40)))
     assert load is not None and len(load.copies) == 2
     for copy in load.copies:
-        assert {(hit.start, hit.end) for hit in copy} <= {(hit.start, hit.end) for hit in load.hits}
+        assert {(hit.start, hit.end) for hit in copy} <= {
+            (hit.start, hit.end) for hit in load.plan.hits
+        }
     needed = [info.key for info in load.infos]
-    assert len(set(needed)) == len(needed) == 3 * len(load.hits)
+    assert len(set(needed)) == len(needed) == 3 * len(load.plan.hits)
     assert load.failed().infos == []
 
 
@@ -248,7 +267,7 @@ def test_a_moved_run_that_begins_after_the_last_whole_page_is_left_out(start: St
     prompt = join(known, text(4, 70), document, text(5, 30))
     assert plan(start(), prompt) is None  # nothing known
     load = plan(planner, prompt)
-    assert load is not None and load.end == 128 and not load.moved
+    assert load is not None and load.end == 128 and not load.plan.moved
 
 
 def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
@@ -260,11 +279,11 @@ def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
 
 
 def test_the_ratio_of_a_request_reaches_the_worker(start: Start) -> None:
-    planner, ids = start(recompute_ratio=0.3, recompute_strategy="selective"), text(1, 200)
+    planner, ids = start(recompute_ratio=0.3, recompute_strategy="query"), text(1, 200)
     keep(planner, ids)
     load = plan(planner, join(text(2, 40), ids), asked=asked(ratio=0.4))
     assert load is not None
-    assert (load.repair.ratio, load.repair.strategy) == (0.4, "selective")
+    assert (load.repair.ratio, load.repair.strategy) == (0.4, "query")
 
 
 def test_no_chunk_crosses_a_boundary(start: Start) -> None:
@@ -290,7 +309,7 @@ def test_moved_text_is_reused_when_that_is_faster(
     planner, ids = start(hello, reuse_moved="when_faster"), text(1, 400)
     keep(planner, ids)
     load = plan(planner, join(text(2, 40), ids))
-    assert (load is not None and bool(load.moved)) == is_moved
+    assert (load is not None and bool(load.plan.moved)) == is_moved
 
 
 @pytest.mark.parametrize(("length", "is_moved"), [(1000, False), (2500, False), (4000, True)])
@@ -307,7 +326,7 @@ def test_short_prompts_are_read_where_reading_is_fast(
     planner.keep(join(text(8, 64), *documents), (tuple(range(1, 200)),), "", asked())
     order = [documents[number] for number in (3, 1, 0, 2, 5, 7, 6, 4)]
     load = plan(planner, join(text(9, 70), *order, text(10, 60)))
-    assert (load is not None and bool(load.moved)) == is_moved
+    assert (load is not None and bool(load.plan.moved)) == is_moved
 
 
 def test_costs_are_learned_from_reports(start: Start) -> None:
@@ -328,15 +347,15 @@ def test_only_auto_weighs_costs(start: Start) -> None:
 
 def searches(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Before which rows plans have looked for moved text."""
-    assert planner._index is not None
+    assert planner.index is not None
     found: list[int] = []
-    lookup = planner._index.lookup
+    lookup = planner.index.lookup
 
     def watched(root: ChunkKey, ids: TokenIds, *, moved_before: int = 0) -> Any:
         found.append(moved_before)
         return lookup(root, ids, moved_before=moved_before)
 
-    monkeypatch.setattr(planner._index, "lookup", watched)
+    monkeypatch.setattr(planner.index, "lookup", watched)
     return found
 
 
@@ -435,9 +454,9 @@ def test_what_another_process_writes_is_found(start: Start, tmp_path: Path) -> N
     write(other, ids, disk_cache_dir=tmp_path)
     look_again(mine)
     load = plan(mine, ids)
-    assert load is not None and {hit.tier for hit in load.in_place} == {"disk"}
+    assert load is not None and {hit.tier for hit in load.plan.in_place} == {"disk"}
     moved = plan(mine, join(text(2, 40), ids))
-    assert moved is not None and moved.num_moved > 100
+    assert moved is not None and moved.plan.num_moved > 100
 
 
 def test_what_another_process_removes_is_gone(start: Start, tmp_path: Path) -> None:
@@ -456,8 +475,8 @@ def test_what_another_process_removes_is_gone(start: Start, tmp_path: Path) -> N
 
 def look_again(planner: Planner) -> None:
     """A folder that was looked at a moment ago is not looked at again."""
-    assert planner._disk is not None
-    planner._disk._refreshed = float("-inf")
+    assert planner.disk is not None
+    planner.disk._refreshed = float("-inf")
 
 
 def test_of_several_workers_each_has_a_folder_of_its_own(start: Start, tmp_path: Path) -> None:
@@ -492,12 +511,12 @@ def test_the_remote_store_is_asked_for_what_is_not_here(start: Start, tmp_path: 
     write(start(**remote), ids, **remote)
     mine = start(**remote)
     load = plan(mine, ids)
-    assert load is not None and {hit.tier for hit in load.in_place} == {"remote"}
+    assert load is not None and {hit.tier for hit in load.plan.in_place} == {"remote"}
     assert load.end == 192
     # What a plan does not use is not remembered: it may leave the store at any time.
     unused = start(**remote)
     assert plan(unused, ids, local=160) is None
-    assert unused._index is not None and len(unused._index) == 0
+    assert unused.index is not None and len(unused.index) == 0
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -511,8 +530,10 @@ def test_moved_text_that_only_redis_has_is_planned(start: Start, tmp_path: Path)
         load = plan(mine, join(text(2, 40), ids, text(3, 40)))
     finally:
         server.close()
-    assert load is not None and {hit.tier for hit in load.hits} == {"remote"}
-    assert load.num_moved == 210  # the last chunk is too short for a mark, and follows the others
+    assert load is not None and {hit.tier for hit in load.plan.hits} == {"remote"}
+    assert (
+        load.plan.num_moved == 210
+    )  # the last chunk is too short for a mark, and follows the others
 
 
 def test_what_a_worker_lost_is_not_planned_again(start: Start) -> None:
@@ -568,9 +589,9 @@ def test_a_load_that_failed_has_loaded_nothing(start: Start) -> None:
     planner, ids = start(), text(1, 200)
     keep(planner, ids)
     load = plan(planner, join(text(2, 40), ids))
-    assert load is not None and load.moved
+    assert load is not None and load.plan.moved
     failed = load.failed()
-    assert (failed.first, failed.end, failed.num_moved, failed.infos) == (0, 0, 0, [])
+    assert (failed.first, failed.end, failed.plan.num_moved, failed.infos) == (0, 0, 0, [])
     assert failed.exact_rows == 0
 
 
@@ -608,7 +629,7 @@ def test_states_within_a_page_are_passed_over(start: Start, tmp_path: Path) -> N
     kept = [*keep(small, ids[:192]), *keep(small, ids[:272])]
     planner = start(resumes=True)
     for info in kept:
-        planner._index.add(info, "disk")  # type: ignore[union-attr]
+        planner.index.add(info, "disk")  # type: ignore[union-attr]
     load = plan(planner, ids)
     assert load is not None and load.end == 192
 

@@ -6,6 +6,7 @@ from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.integrations.vllm.planner import Load, prompt_ids
 from kvboost.integrations.vllm.tally import Tally, merge, usage
+from kvboost.reuse.plan import Plan
 from support.chunks import make_chunk
 
 
@@ -18,10 +19,8 @@ def load_of(name: str = "a request") -> Load:
     return Load(
         name,
         prompt_ids(range(200)),
-        first=32,
+        Plan(200, (hit(32, 64), hit(64, 96)), (MovedRun((hit(128, 192),), 1.0),), num_shared=32),
         end=192,
-        in_place=(hit(32, 64), hit(64, 96)),
-        moved=(MovedRun((hit(128, 192),), 1.0),),
     )
 
 

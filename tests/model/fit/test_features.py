@@ -25,6 +25,7 @@ from kvboost.model.quantized.safetensors import RENAMED
         ("qwen3_next", "batch", "no: requests with states run one after another"),
         ("qwen3_next", "packed", "no: its layers keep states"),
         ("qwen3_moe", "packed", "no: it has experts"),
+        ("gpt_oss", "packed", "mxfp4: its experts, on NVIDIA GPUs"),
         ("gpt_neox", "packed", "no: its tensors have other names in files than in transformers"),
         ("deepseek_v3", "pages", "yes"),
         ("deepseek_v3", "vllm", "no: MLA is not supported yet"),

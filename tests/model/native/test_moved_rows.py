@@ -77,7 +77,7 @@ def test_the_shift_equals_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     index = torch.tensor([1, 4, 5, 30, 49])
     which = torch.tensor([0, 0, 2, 3, 3])
     cos, sin = torch.rand(2, len(index), dim)
-    recomputed = RecomputedRows(index, 3 * index + 2, which, blocks, 2, 4.0, cos, sin)
+    recomputed = RecomputedRows(index, 3 * index + 2, rows, which, blocks, 2, 4.0, cos, sin)
     offset_of = torch.randint(0, blocks + 1, (150,))
     rotation = tuple(torch.randn(2, 150, dim).to(dtype))
 

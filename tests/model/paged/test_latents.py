@@ -229,7 +229,7 @@ def test_latents_that_kernels_do_not_take_have_buffers() -> None:
         module = SimpleNamespace(**layer, kv_lora_rank=width, kv_b_proj=product)
         assert LatentAttention(module, "attention").fits_pages is fits
     with make_engine(family_model("deepseek_v2")) as engine:
-        forward = engine._model.forward
+        forward = engine.model.forward
         assert forward.fits_pages and "latents" not in why_buffers(forward)
         for latent in forward._latents:
             latent.fits_pages = False

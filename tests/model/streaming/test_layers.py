@@ -16,6 +16,7 @@ from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout
 from kvboost.model.streaming.slots import HostSlots
+from support.homes import use_home
 from support.streamed import LAYERS, stream, streamed_of
 from support.tiny import DEVICE, tiny_model
 
@@ -26,7 +27,7 @@ IDS = torch.arange(7, 19)[None]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch = pytest.MonkeyPatch()
     path = tmp_path_factory.mktemp("home")
-    patch.setenv("KVBOOST_HOME", str(path))
+    use_home(patch, path)
     yield path
     patch.undo()
 
@@ -133,7 +134,7 @@ def test_a_slab_holds_tensors_of_any_type() -> None:
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layout = SlabLayout(layer)
     assert layout.num_bytes == 3 * ALIGNMENT
-    slab = host_memory(layout.num_bytes, torch.device("cpu"))
+    slab = host_memory(layout.num_bytes)
     layout.save(slab)
     other = slab.clone()
     layout.bind(other)

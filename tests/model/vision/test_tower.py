@@ -38,7 +38,7 @@ def run(tower: VisionTower, data: bytes) -> tuple[torch.Tensor, int]:
 
 
 def test_others_run_between_two_tiles(engine: KVBoost) -> None:
-    tower: Any = engine._model.vision
+    tower: Any = engine.model.vision
     features, pauses = run(tower, WIDE)
     assert features.shape[1:] == (1, 64) and features.shape[0] % 9 == 0
     assert pauses == features.shape[0] // 9 - 1 > 0
@@ -50,7 +50,7 @@ def test_others_run_while_a_thread_decodes(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the pixels are not at hand, as in the engine's process beside an API process."""
-    tower: Any = engine._model.vision
+    tower: Any = engine.model.vision
     expected, _ = run(tower, WIDE)
     found = tower.reader.read(WIDE, ImageLimits())
     tower._kept.clear()
@@ -79,7 +79,7 @@ def test_others_run_while_a_thread_decodes(
 
 
 def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
-    tower: Any = engine._model.vision
+    tower: Any = engine.model.vision
     monkeypatch.setattr(module, "KEPT_FEATURE_BYTES", 1)
     run(tower, WIDE)
     run(tower, file_of(picture(2)))
@@ -90,6 +90,6 @@ def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 
 def test_the_tower_keeps_its_own_attention(engine: KVBoost) -> None:
     engine.generate("text", 1)
-    config = engine._model.forward.model.config
+    config = engine.model.forward.model.config
     assert config.text_config._attn_implementation == "kvboost"
     assert config.vision_config._attn_implementation == "sdpa"

@@ -10,7 +10,7 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.quantize import KVData, join_heads, plain
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.runtime.parallel.chunks import RankShards, ShardedData, shard
-from kvboost.runtime.parallel.messages import Copy, Give, Has, Message, Take
+from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Handle, Ranks
 from support.chunks import make_chunk
 
@@ -22,25 +22,27 @@ class OtherRanks(Ranks):
         super().__init__([], [], lambda: None)
         self.size = 3
         self.parts: list[dict[int, KVData]] = [{}, {}]
-        self.told: list[Message] = []
+        self.told: list[tuple[Any, ...]] = []
 
-    def cast(self, message: Message) -> None:
-        self.told.append(message)
+    def cast(self, do: Any, *args: Any, **options: Any) -> None:
+        self.told.append((do, args, options))
 
-    def ask_each(self, messages: Any) -> list[Any]:
-        return [self._answer(*each) for each in zip(self.parts, messages, strict=True)]
+    def ask_each(self, do: Any, several: Any) -> list[Any]:
+        return [
+            self._answer(parts, do, *args) for parts, args in zip(self.parts, several, strict=True)
+        ]
 
-    def ask(self, message: Message) -> list[Any]:
-        return self.ask_each([message, message])
+    def ask(self, do: Any, *args: Any, **options: Any) -> list[Any]:
+        return self.ask_each(do, [args, args])
 
-    def _answer(self, parts: dict[int, KVData], message: Message) -> Any:
-        if isinstance(message, Take):
-            parts[message.part] = message.data
+    def _answer(self, parts: dict[int, KVData], do: Any, part: int, *data: KVData) -> Any:
+        if do is Follower.take:
+            (parts[part],) = data
             return None
-        if isinstance(message, Has):
-            return message.part in parts
-        assert isinstance(message, Give)
-        return parts.get(message.part)
+        if do is Follower.has:
+            return part in parts
+        assert do is Follower.give
+        return parts.get(part)
 
 
 def whole_chunk() -> KVChunk:
@@ -88,5 +90,5 @@ def test_a_copy_on_another_device_is_made_on_every_rank() -> None:
     assert isinstance(same, ShardedData) and same.handle is data.handle and not ranks.told
     there = data.map(lambda tensor: tensor.to("meta"))
     assert isinstance(there, ShardedData) and there.number != data.number
-    assert ranks.told == [Copy(there.number, data.number, "meta")]
+    assert ranks.told == [(Follower.copy, (there.number, data.number), {"to_host": False})]
     assert isinstance(there.handle, Handle)

@@ -12,16 +12,7 @@ import pytest
 from kvboost.errors import PromptError, RankLostError
 from kvboost.runtime.parallel import ranks as ranks_module
 from kvboost.runtime.parallel.follower import Follower
-from kvboost.runtime.parallel.messages import (
-    Clear,
-    Copy,
-    Give,
-    Has,
-    Message,
-    PackRows,
-    Release,
-    Reserve,
-)
+from kvboost.runtime.parallel.messages import Call
 from kvboost.runtime.parallel.ranks import Link, Ranks
 
 
@@ -79,24 +70,24 @@ def follow(link: Link) -> None:
 
 def test_a_rank_answers_in_order_until_rank_0_ends(open_two: Open) -> None:
     ranks = open_two(follow)
-    assert ranks.ask(Has(1)) == [False]
-    assert ranks.ask(Give(1)) == [None]
-    ranks.cast(Copy(2, 1, "cpu"))  # of a part that is lost
-    assert ranks.ask(Has(2)) == [False]
+    assert ranks.ask(Follower.has, 1) == [False]
+    assert ranks.ask(Follower.give, 1) == [None]
+    ranks.cast(Follower.copy, 2, 1, to_host=True)  # of a part that is lost
+    assert ranks.ask(Follower.has, 2) == [False]
     with pytest.raises(RuntimeError, match="KeyError"):
-        ranks.ask(PackRows(1, 99, 0, 8, None, 0))
-    assert ranks.ask(Has(1)) == [False], "it goes on"
+        ranks.ask(Follower.pack, 1, 99, 0, 8, None, 0)
+    assert ranks.ask(Follower.has, 1) == [False], "it goes on"
     ranks.close()
     with pytest.raises(RankLostError, match="closed"):
-        ranks.ask(Has(1))
+        ranks.ask(Follower.has, 1)
 
 
 def test_a_rank_that_fails_says_why(open_two: Open) -> None:
     ranks = open_two(follow)
-    ranks.cast(Clear(99, 0, 8))
+    ranks.cast(Follower.clear, 99, 0, 8)
     for _ in range(2):
         with pytest.raises(RankLostError, match=r"rank 1 has failed: KeyError: 99.*another one"):
-            ranks.ask(Has(1))
+            ranks.ask(Follower.has, 1)
     with pytest.raises(RankLostError, match="rank 1 has failed"), ranks.together():
         raise AssertionError("not reached")
 
@@ -104,14 +95,14 @@ def test_a_rank_that_fails_says_why(open_two: Open) -> None:
 def test_the_reason_is_known_where_a_forward_breaks_off(open_two: Open) -> None:
     ranks = open_two(follow)
     with pytest.raises(RankLostError, match="rank 1 has failed: KeyError: 99"), ranks.together():
-        ranks.cast(Reserve(99, 8))
+        ranks.cast(Follower.reserve, 99, 8)
         raise RuntimeError("Connection closed by peer")
 
 
 def test_a_rank_that_ends_without_a_word(open_two: Open) -> None:
     ranks = open_two(lambda link: None)
     with pytest.raises(RankLostError, match="rank 1 has ended with exit status 7"):
-        ranks.ask(Has(1))
+        ranks.ask(Follower.has, 1)
 
 
 def test_a_rank_that_is_stuck(open_two: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +115,8 @@ def test_a_rank_that_is_stuck(open_two: Open, monkeypatch: pytest.MonkeyPatch) -
 
     ranks = open_two(wait_for_the_end, reason_seconds=0.01)
     with pytest.raises(RankLostError, match=r"a rank is stuck: no answer within 0.05 s"):
-        ranks.ask(Has(1))
-    (process,) = ranks._processes
+        ranks.ask(Follower.has, 1)
+    (process,) = ranks.processes
     assert isinstance(process, Process) and process.killed
 
 
@@ -134,7 +125,7 @@ def test_a_failure_of_rank_0_puts_the_ranks_out_of_step(open_two: Open) -> None:
     with pytest.raises(PromptError), ranks.together():
         raise PromptError("not this one")
     with pytest.raises(RankLostError, match=r"rank 0 has failed .* PromptError: not this one"):
-        ranks.ask(Has(1))
+        ranks.ask(Follower.has, 1)
 
 
 def test_an_interrupt_stays_one(open_two: Open) -> None:
@@ -142,21 +133,24 @@ def test_an_interrupt_stays_one(open_two: Open) -> None:
     with pytest.raises(KeyboardInterrupt), ranks.together():
         raise KeyboardInterrupt
     with pytest.raises(RankLostError):
-        ranks.ask(Has(1))
+        ranks.ask(Follower.has, 1)
 
 
-def test_what_rank_0_lets_go_is_released_before_the_next_message(open_two: Open) -> None:
-    seen: list[Message] = []
+def test_what_rank_0_lets_go_is_released_before_the_next_call(open_two: Open) -> None:
+    seen: list[Call] = []
 
     def record(link: Link) -> None:
-        while not seen or not isinstance(seen[-1], Has):
+        while not seen or not seen[-1].is_answered:
             seen.append(link.receive())
         link.send(True)
 
     ranks = open_two(record)
     first, second, third = (ranks.new_handle() for _ in range(3))
     gone = [first.number, third.number]
-    ranks.cast(Reserve(second.number, 8))
+    ranks.cast(Follower.reserve, second.number, 8)
     del first, third
-    assert ranks.ask(Has(second.number)) == [True]
-    assert seen == [Reserve(second.number, 8), Release(tuple(gone)), Has(second.number)]
+    assert ranks.ask(Follower.has, second.number) == [True]
+    assert seen == [
+        Call(Follower.reserve, (second.number, 8), {}, is_answered=False, released=[]),
+        Call(Follower.has, (second.number,), {}, is_answered=True, released=gone),
+    ]

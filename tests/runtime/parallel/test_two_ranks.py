@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +17,10 @@ from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.execution.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
-from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
+from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from support.split_models import save_model, split_engine, whole_engine
-from support.tiny import DEVICE
+from support.tiny import DEVICE, in_slices
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "
@@ -84,7 +85,7 @@ def two(ranks: Ranks, models: Path) -> Iterator[Make]:
 
 def parts_of(engine: KVBoost) -> dict[str, int]:
     """The chunks in memory, and the numbers that all ranks know them by."""
-    residency = engine._runtime.store._holdings.residency
+    residency = engine.runtime.store.holdings.residency
     found = {}
     for key in residency.in_memory():
         chunk = residency.ready(key)
@@ -94,15 +95,15 @@ def parts_of(engine: KVBoost) -> dict[str, int]:
 
 
 def are_there(ranks: Ranks, numbers: list[int]) -> list[bool]:
-    return [ranks.ask(Has(number))[0] for number in numbers]
+    return [ranks.ask(Follower.has, number)[0] for number in numbers]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_and_hits_are_those_of_one_process(name: str, one: Make, two: Make) -> None:
     whole, split = one(name), two(name)
-    assert whole._model.forward.shape.num_kv_heads == 2
-    assert split._model.forward.shape.num_kv_heads == MODELS[name]
-    assert split._model.fingerprint == whole._model.fingerprint
+    assert whole.model.forward.shape.num_kv_heads == 2
+    assert split.model.forward.shape.num_kv_heads == MODELS[name]
+    assert split.model.fingerprint == whole.model.fingerprint
     for engine in (whole, split):
         engine.warm(DOCUMENT, header="")
     for prompt, kind in (
@@ -156,7 +157,7 @@ def test_copies_are_mixed_on_every_rank(
 def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The rows of all heads after each mixing, from now on."""
     mixed: list[torch.Tensor] = []
-    packer = engine._runtime.backend.packer
+    packer = engine.runtime.backend.packer
     place = packer.place
 
     def recorded(hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
@@ -165,8 +166,9 @@ def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -
             heads = [kv.rows(hit.start, hit.end).clone()]
             if isinstance(kv, ShardedKV):
                 copy = ranks.new_handle().number
-                ranks.ask(PackRows(copy, kv.number, hit.start, hit.end, None, 0))
-                heads += [part.tensors[PLAIN] for part in ranks.ask(Give(copy))]
+                ranks.ask(Follower.pack, copy, kv.number, hit.start, hit.end, None, 0)
+                given = ranks.ask(Follower.give, copy)
+                heads += [part.tensors[PLAIN] for part in given if part is not None]
             mixed.append(torch.cat(heads, 2))
 
     monkeypatch.setattr(packer, "place", recorded)
@@ -193,6 +195,24 @@ def test_batches_and_sampling(one: Make, two: Make) -> None:
     assert [answer.token_ids for answer in given] == [answer.token_ids for answer in expected]
 
 
+def test_probes_and_repairs_of_a_batch(
+    one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank tells what each hook of a forward has observed."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    prompts = [HEADER + DOCUMENT + QUESTION, TEXT, "Others. " + DOCUMENT + "Why at the coast?"]
+    answers = []
+    for engine in (one("qwen2"), two("qwen2")):
+        engine.warm(DOCUMENT, header="")
+        options: Any = {"reuse_moved": "always", "keep": False}
+        answers.append(engine.generate_batch(prompts, 4, **options))
+        assert 3 in engine.serving_stats()["batch_sizes"]
+    for expected, given in zip(*answers, strict=True):
+        assert given.reuse.recomputed == expected.reuse.recomputed
+        assert given.token_ids == expected.token_ids
+    assert all(answers[0][number].recomputed_tokens for number in (0, 2))
+
+
 def test_several_threads_at_once(one: Make, two: Make) -> None:
     """Requests of other threads place rows and ask for chunks while a forward runs."""
     prompts = [HEADER + TEXT, TEXT + QUESTION, DOCUMENT + TEXT, HEADER + DOCUMENT] * 2
@@ -207,8 +227,8 @@ def test_several_threads_at_once(one: Make, two: Make) -> None:
 def test_a_request_that_grows_and_a_prompt_in_slices(
     one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = one(prefill_slice=96), two(prefill_slice=96)
-    split = engines[1]._runtime
+    engines = in_slices(one(), 96), in_slices(two(), 96)
+    split = engines[1].runtime
     monkeypatch.setattr(split, "rows_for", lambda request, *, batched: 8)
     with split.pool.lend(8) as kv:
         assert kv.capacity == 256
@@ -253,7 +273,7 @@ def test_a_chunk_that_one_rank_has_lost_is_a_miss(ranks: Ranks, two: Make) -> No
     expected = engine.generate(TEXT + QUESTION, 8)
     parts = parts_of(engine)
     chunks = sorted(engine.chunks(), key=lambda chunk: int(chunk["position"]))
-    ranks.cast(Release((parts[chunks[1]["key"]],)))
+    ranks.cast(Follower.release, [parts[chunks[1]["key"]]])
     given = engine.generate(TEXT + QUESTION, 8)
     assert given.token_ids == expected.token_ids
     assert given.reuse.count(SpanKind.EXACT) == 16, "only the first chunk served"

@@ -6,7 +6,6 @@ Where running requests have pages, chunks in full precision are pages too. Other
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,14 +41,9 @@ class GpuTier(RamTier):
     """Is called when chunks have come in and less than the spare part of ``max_bytes`` is left."""
 
     def __init__(self, max_bytes: int, device: torch.device, *, in_pages: bool = False) -> None:
-        """Unless chunks are ``in_pages``, has torch take all of its memory from the driver: piece
-        by piece, that would hold up requests while the tier fills."""
         super().__init__(max_bytes)
         self._device = device
         self.in_pages = in_pages
-        if device.type == "cuda" and not in_pages:
-            with suppress(torch.OutOfMemoryError):
-                torch.empty(max_bytes + ON_THE_WAY, dtype=torch.uint8, device=device)
 
     def adopt(self, chunks: Sequence[KVChunk]) -> list[KVChunk]:
         if not self.in_pages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -38,28 +39,22 @@ def open_tiers(
     page_bytes: int = 0,
     streams: Sequence[torch.cuda.Stream] = (),
 ) -> Tiers:
-    """Where an engine on ``device`` keeps its chunks. ``locked_memory`` gives blocks for those in
-    RAM; a GPU must copy from them on ``streams`` only, which is its default one if none is given.
-    ``page_bytes``: the memory of all pages, if chunks on the GPU are in the pages of running
-    requests."""
-    on_gpu = device.type == "cuda"
+    """Where an engine on ``device`` keeps its chunks. If that is an NVIDIA GPU, ``locked_memory``
+    gives blocks for those in RAM, from which it must copy on ``streams`` only, or on its default
+    one if none is given. ``page_bytes``: the memory of all pages, if chunks on the GPU are in the
+    pages of running requests."""
+    on_gpu = locked_memory is not None
     secret = Secret(config.cache_secret) if config.cache_secret else None
     arena = None
-    if on_gpu and locked_memory is not None:
+    if locked_memory is not None:
         # New chunks have memory before others are evicted for them, and what these leave is lent
         # again only when the GPU has done what it was told before.
         most = config.max_cache_bytes + 2 * ON_THE_WAY
         arena = Arena(locked_memory, most, lambda: _Passed(device, streams))
     ram = RamTier(config.max_cache_bytes, pinned=on_gpu, arena=arena)
     gpu = disk = remote = None
-    if page_bytes:
-        gpu = GpuTier(_least(config.gpu_cache_bytes, page_bytes), device, in_pages=True)
-    elif on_gpu:
-        share = config.gpu_cache_bytes
-        if share is None:
-            free = torch.cuda.mem_get_info(device)[0] if config.device_memory is None else 0
-            share = min(config.max_cache_bytes, free // 4)
-        gpu = GpuTier(share, device) if share else None
+    if on_gpu or page_bytes:
+        gpu = _open_gpu(config, device, page_bytes)
     if config.disk_cache_dir is not None:
         disk = DiskTier(
             config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate, secret=secret
@@ -67,6 +62,22 @@ def open_tiers(
     if config.remote_cache_url is not None:
         remote = open_remote(config.remote_cache_url, config.remote_cache_bytes, secret=secret)
     return Tiers(ram, gpu, disk, remote, secret)
+
+
+def _open_gpu(config: EngineConfig, device: torch.device, page_bytes: int) -> GpuTier | None:
+    share = config.gpu_cache_bytes
+    if page_bytes:
+        return GpuTier(_least(share, page_bytes), device, in_pages=True)
+    if share is None:
+        free = torch.cuda.mem_get_info(device)[0] if config.device_memory is None else 0
+        share = min(config.max_cache_bytes, free // 4)
+    if not share:
+        return None
+    # Torch takes all of the memory from the driver: piece by piece, that would hold up requests
+    # while the tier fills.
+    with suppress(torch.OutOfMemoryError):
+        torch.empty(share + ON_THE_WAY, dtype=torch.uint8, device=device)
+    return GpuTier(share, device)
 
 
 def _least(limit: int | None, number: int) -> int:

@@ -130,7 +130,7 @@ class RamTier:
     def _bring(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of tensors of one device in this tier's memory."""
         brought = self._allocate(tensors)
-        if tensors[0].device.type != "cuda" or not self._pinned:
+        if not self._pinned:
             torch._foreach_copy_(brought, tensors)
             return brought
         if self._copies is None:

@@ -38,7 +38,7 @@ def place(
     rest = iter(chunks)
     groups: list[Placed] = [
         ([(hit, next(rest).data) for hit in batch], None if number == 1 else 1 / number)
-        for number, hits in enumerate((load.hits, *load.copies), start=1)
+        for number, hits in enumerate((load.plan.hits, *load.copies), start=1)
         for batch in batches(hits, sys.maxsize if is_here else COPIED_ROWS)
     ]
     for some in [groups] if is_here else [[group] for group in groups]:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvboost.integrations.vllm import paged
+from kvboost.integrations.vllm.paged import OfLastRows, PageRows
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
-from kvboost.model.execution.segment import Hook as LayerHook
-from kvboost.reuse.driver import repair_rows
-from kvboost.reuse.probe import AttentionMass
+from kvboost.model.execution.segment import Hook
+from kvboost.reuse.driver import RepairedRows, repair_rows
+from kvboost.reuse.probe import Probe
 from kvboost.reuse.repair import MovedText, RepairStep
+from kvboost.reuse.request import HookedRows
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Positions, Shift, Spans
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.sparse import SparseForward
@@ -63,40 +63,51 @@ class Repairer:
         """Chooses moved rows with the strategy of the request and computes them, together with the
         rows that are not known, ``slice_rows`` at a time. ``table`` has the pages of the request,
         and ``SCRATCH_PAGE``."""
-        pages, total = self._pages, len(load.token_ids)
+        total = len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        moved = MovedText(load, total, len(pages.caches))
-        shifted = _ShiftedLoad(pages, self._rotation, self._kernels, table)
-        steps = repair_rows(moved, load.repair, shifted, slice_rows, end=load.end)
+        moved = MovedText(load.plan, total, len(self._pages.caches))
+        rows = self._rows(table, total)
+        steps = repair_rows(moved, load.repair, rows, slice_rows, end=load.end)
         while True:
             try:
                 some = next(steps)
             except StopIteration as end:
                 chosen, _ = end.value
                 break
-            if some.is_probe:
-                num_rows = self._probe(some, ids, table)
+            if some.probe is not None:
+                num_rows = self._probe(some, some.probe, ids, rows, table)
                 yield WAITS  # a GPU probes while the host goes on with others
                 yield num_rows
             else:
-                self.run(ids, some.positions, table, some.hook)
+                self.run(ids, some.positions, table, some.shift)
                 yield len(some.positions)
         self.recomputed[load.request_id] = int(chosen[: load.end].sum())
 
-    def _probe(self, probe: RepairStep, ids: torch.Tensor, table: torch.Tensor) -> int:
+    def _rows(self, table: torch.Tensor, num_rows: int) -> RepairedRows:
+        if self._kernels is not None:
+            return self._kernels.rows_of(table)
+        return HookedRows(PageRows(self._pages, table, num_rows), self._rotation)
+
+    def _probe(
+        self,
+        step: RepairStep,
+        probe: Probe,
+        ids: torch.Tensor,
+        request: RepairedRows,
+        table: torch.Tensor,
+    ) -> int:
         """Runs a probe; returns its rows. vLLM's own attention knows no absent rows: without
         kernels they are computed with the probe."""
-        hook = probe.hook
-        assert isinstance(hook, AttentionMass)
-        tail = rows = probe.positions
-        absent = probe.absent
+        tail = rows = step.positions
+        absent, hook = step.absent, request.probe(probe, tail)
         if absent is not None and self._kernels is None:
             rows, absent = torch.cat([absent.nonzero()[:, 0], tail]), None
-        self.run(ids, rows, table, self._probe_hook(hook, tail, table), absent)
+            hook = OfLastRows(hook, len(tail))
+        self.run(ids, rows, table, hook, absent, step.until)
         if self._ranks.are_several:
-            hook.wait()
-            on_device = hook.mass.to(self._pages.device)
-            hook.mass = self._ranks.mean(on_device).to(hook.mass.device)
+            with torch.inference_mode():
+                seen = probe.observed()
+                seen.copy_(self._ranks.mean(seen.to(self._pages.device)))
         return len(rows)
 
     def run(
@@ -104,40 +115,13 @@ class Repairer:
         ids: torch.Tensor,
         rows: torch.Tensor,
         table: torch.Tensor,
-        hook: LayerHook | None,
+        hook: Hook | None,
         absent: torch.Tensor | None = None,
+        until: int | None = None,
     ) -> None:
         """One forward; ``ids`` are those of the whole prompt."""
         started = time.perf_counter()
-        self._forward(ids[rows], rows, table, hook, absent)
+        self._forward(ids[rows], rows, table, hook, absent, until)
         if not self._pages.on_gpu:
             seconds = time.perf_counter() - started
             self.measured.append((len(rows), int(rows[-1]) // 2, seconds))
-
-    def _probe_hook(
-        self, mass: AttentionMass, rows: torch.Tensor, table: torch.Tensor
-    ) -> LayerHook:
-        if self._kernels is not None:
-            return self._kernels.probe(mass, rows, table)
-        pages = self._pages
-        slots = pages.slots(table, torch.arange(int(rows[-1]) + 1, device=pages.device))
-        return paged.GatheredMass(mass, paged.GatheredRows(pages, slots), len(rows))
-
-
-class _ShiftedLoad:
-    """The rows of a load, whose pages are ``table``."""
-
-    def __init__(
-        self, pages: Pages, rotation: Rotation, kernels: GpuKernels | None, table: torch.Tensor
-    ) -> None:
-        self._pages, self._rotation, self._kernels, self._table = pages, rotation, kernels, table
-
-    def shift(self, positions: Positions, spans: Spans) -> LayerHook | None:
-        if self._kernels is not None:
-            return self._kernels.shift(positions, spans, self._table)
-        pages = self._pages
-        shift = Shift(self._rotation, torch.from_numpy(positions).to(pages.device), spans)
-        if not shift.useful:
-            return None
-        slots = pages.slots(self._table, torch.arange(shift.touched.stop, device=pages.device))
-        return paged.GatheredShift(shift, paged.GatheredRows(pages, slots))

@@ -79,13 +79,15 @@ class SparseForward:
         table: torch.Tensor,
         hook: Hook | None = None,
         absent: torch.Tensor | None = None,
+        until: int | None = None,
         *,
         stock: bool = False,
     ) -> None:
         """Runs the tokens at ``rows``, which increase, of the sequence whose pages are ``table``.
         ``token_ids`` and ``rows`` are int64 on the host. Rows that are ``absent``, ``[keys]``, are
         not attended to; only kernels can do that, and a captured probe takes them from its
-        ``hook``. ``stock`` attends with vLLM's backend and replays no graphs."""
+        ``hook``. With ``until``, it ends in that layer after the hook has seen its queries.
+        ``stock`` attends with vLLM's backend and replays no graphs."""
         self.num_rows += len(rows)
         if not stock and self._graphs is not None and self._graphs(token_ids, rows, table, hook):
             return
@@ -95,11 +97,11 @@ class SparseForward:
         slots = self._pages.slots(table, positions)
         if self._kernels is not None and not stock:
             attention = self._kernels.attention(rows, table, self._heads, absent)
-            self._run(ids, positions, slots, hook, attention)
+            self._run(ids, positions, slots, hook, attention, until=until)
         else:
             assert absent is None, "vLLM's attention knows no absent rows"
             metadata = self._metadata(rows, positions, slots, table)
-            self._run(ids, positions, slots, hook, None, metadata)
+            self._run(ids, positions, slots, hook, None, metadata, until)
 
     def _run(
         self,
@@ -109,12 +111,13 @@ class SparseForward:
         hook: Hook | None,
         attention: Attention | None,
         metadata: dict[str, Any] | None = None,
+        until: int | None = None,
     ) -> None:
         """One forward of vLLM's model; ``metadata`` is for its own attention. The compiled model
         has no guards: dtypes must be those of vLLM's own buffers, int32 and int64."""
         with (
             torch.inference_mode(),
-            self._hooked(hook, attention),
+            self._hooked(hook, attention, until),
             set_forward_context(
                 metadata or dict.fromkeys(self._names),
                 self._config,
@@ -180,12 +183,14 @@ class SparseForward:
         return metadata
 
     @contextmanager
-    def _hooked(self, hook: Hook | None, attention: Attention | None) -> Iterator[None]:
+    def _hooked(
+        self, hook: Hook | None, attention: Attention | None, until: int | None
+    ) -> Iterator[None]:
         """``hook`` sees every layer, and ``attention`` serves it. Compiled models are split at
         attention, so this is plain Python there too."""
         layers = self._pages.layers
         for number, layer in enumerate(layers):
-            _observe(layer, number, hook, attention)
+            _observe(layer, number, hook, attention, is_last=number == until)
         try:
             yield
         finally:
@@ -200,7 +205,14 @@ def rules_of(layer: Layer) -> Rules:
     return Rules(impl.scale, layer.sliding_window, softcap, getattr(impl, "sinks", None))
 
 
-def _observe(layer: Layer, number: int, hook: Hook | None, attention: Attention | None) -> None:
+def _observe(
+    layer: Layer,
+    number: int,
+    hook: Hook | None,
+    attention: Attention | None,
+    *,
+    is_last: bool = False,
+) -> None:
     impl, rules = layer.impl, rules_of(layer)
     update, forward = impl.do_kv_cache_update, impl.forward
 
@@ -214,6 +226,8 @@ def _observe(layer: Layer, number: int, hook: Hook | None, attention: Attention 
     ) -> Any:
         if hook is not None:
             hook.on_query(number, query, rules)
+        if is_last:
+            raise EnoughLayers
         if attention is None:
             return forward(layer, query, key, value, cache, metadata, **more)
         out = more["output"]

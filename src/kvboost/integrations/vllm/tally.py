@@ -25,8 +25,8 @@ TIER_FIGURES = ("bytes", "max_bytes", "chunks")
 def usage(load: Load, recomputed: int) -> dict[str, int]:
     """The report on a request in its answer."""
     return {
-        "exact_tokens": sum(hit.num_tokens for hit in load.in_place),
-        "moved_tokens": load.num_moved,
+        "exact_tokens": sum(hit.num_tokens for hit in load.plan.in_place),
+        "moved_tokens": load.plan.num_moved,
         "recomputed_tokens": recomputed,
     }
 

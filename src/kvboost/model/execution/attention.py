@@ -19,15 +19,14 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model.execution import shared_attention
 from kvboost.model.execution.partial_attention import MOST_WEIGHTS, attend_part, count_sinks
 from kvboost.model.execution.segment import (
-    GRID,
     ChunkWindow,
     Rules,
     Segment,
-    grid_of,
     round_up,
     rows_first,
     split,
 )
+from kvboost.model.execution.traits import GRID
 from kvboost.model.native.kernels import Kernels, Plan
 
 NAME = "kvboost"
@@ -46,8 +45,6 @@ them on, and some layers attend to the keys of an earlier one."""
 Read = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 """Gives keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``."""
 
-MOST_FLASH_DIM = 256
-"""The widest heads of FlashAttention."""
 MOST_FOLDED = 1 << 24
 """Numbers of a mask that is repeated for all heads on a CPU."""
 OWN = "kvboost_attention"
@@ -65,7 +62,8 @@ class LayerAttention(Protocol):
 
 
 class StopForward(Exception):
-    """Ends a forward: no segment needs the layers above."""
+    """Ends a forward: no segment needs the layers above. A hook may raise it to say so of its
+    own."""
 
 
 @dataclass
@@ -77,6 +75,8 @@ class Batch:
     """Ours, if they serve this model on this machine; otherwise torch's run."""
     between_parts: Callable[[], None] | None = None
     """Called before each layer's attention, and where torch attends also after it."""
+    _ended: set[int] = field(default_factory=set, init=False)
+    """The segments that need no further layer, and whose hooks see none."""
     is_fused = False
     """Whether layers of ours may run it over pages: nothing has to happen between the parts of a
     layer, and no result has to equal that of the model's own layers to the last bit."""
@@ -117,25 +117,43 @@ class Batch:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV. Hooks see them
         first."""
-        if self.kernels is None or self.has_hooks:
-            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
-            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
-                if segment.hook is not None:
-                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
-                if self.kernels is None:
-                    segment.kv.write(layer, segment.positions, k, v)
+        self.show_fresh(layer, keys, values)
         if self.kernels is not None:
             self.kernels.write(self.plan, layer, keys, values)
+            return
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
+            segment.kv.write(layer, segment.positions, k, v)
 
-    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
-        """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
+    def show_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Shows fresh rows to the hooks, each those of its segment."""
         if not self.has_hooks:
             return
-        for segment, q in zip(self.segments, split(query, self.segments), strict=True):
-            if segment.hook is not None:
-                segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for index, segment in enumerate(self.segments):
+            if segment.hook is not None and index not in self._ended:
+                fresh = rows_first(split_keys[index]), rows_first(split_values[index])
+                segment.hook.on_fresh(layer, *fresh)
+
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        """Shows ``[1, heads, total, dim]`` to the hooks, each the rows of its segment. Raises
+        StopForward once no segment needs the layers above."""
+        if not self.has_hooks:
+            return
+        for index, (segment, q) in enumerate(
+            zip(self.segments, split(query, self.segments), strict=True)
+        ):
+            if index in self._ended:
+                continue
+            try:
+                if segment.hook is not None:
+                    segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+            except StopForward:  # it has seen enough; others may not have
+                self._ended.add(index)
             if segment.until == layer:
-                raise StopForward
+                self._ended.add(index)
+        if len(self._ended) == len(self.segments):
+            raise StopForward
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
@@ -247,26 +265,26 @@ def attend_segment(
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
     scale, window, softcap, sinks, _ = rules
-    rows, on_cpu = len(segment), query.device.type == "cpu"
-    is_latent = segment.kv.shape.of(0).sides == 1
+    rows, shape = len(segment), segment.kv.shape.of(0)
+    traits = shape.traits
     # GPUs have no kernels for so wide rows, and torch would copy them for each query head.
-    is_wide = is_latent and not on_cpu and query.shape[3] > MOST_FLASH_DIM
+    is_wide = shape.sides == 1 and query.shape[3] > traits.most_dim
     is_written_out = sinks is not None or is_wide
     is_masked = not segment.is_plain or window is not None or softcap is not None
     if is_masked or (is_written_out and rows > 1):
         return _attend_blocks(query, segment, read, rules)
     if segment.first == 0 and not is_written_out:
         # A sequence from its first token: the very call that stock transformers makes.
-        if rows > 1 and (more := round_up(rows, grid_of(query)) - rows):
+        if rows > 1 and (more := round_up(rows, shape.grid) - rows):
             query, key, value = (
                 torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (query, key, value)
             )
         out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
         return out[:, :, :rows]
     keys, values = read(0, segment.end)
-    if rows == 1 and (on_cpu or is_written_out):
+    if rows == 1 and (traits.takes_rows_in_parts or is_written_out):
         return count_sinks(attend_part(query, keys, values, scale), sinks)
-    if query.device.type == "cuda":
+    if traits.knows_corners:
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:
         return _attend_padded(query, segment, read, scale)
@@ -276,7 +294,7 @@ def attend_segment(
 def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: float) -> torch.Tensor:
     """A segment after a shorter prefix, padded as if the prefix were computed too: torch's causal
     kernel does both in less time than its masked kernel does the segment alone."""
-    end = round_up(segment.end, grid_of(query))
+    end = round_up(segment.end, segment.kv.shape.grid)
     keys, values = read(0, end)
     padded = torch.nn.functional.pad(query, (0, 0, segment.first, end - segment.end))
     out = sdpa(padded, keys, values, is_causal=True, scale=scale, enable_gqa=True)
@@ -297,9 +315,8 @@ def _attend_blocks(query: torch.Tensor, segment: Segment, read: Read, rules: Rul
             out = _with_sinks(q, keys, values, block.mask, scale, sinks)
         elif softcap is not None:
             out = _softcapped(q, keys, values, block.mask, scale, softcap)
-        elif query.device.type == "cuda" or _folds(q, keys):
-            # Masked kernels of GPUs know no grouped queries, and on CPUs one head of keys is read
-            # once for all queries.
+        elif segment.kv.shape.traits.folds_masked or _folds(q, keys):
+            # On CPUs, one head of keys is read once for all queries.
             folded, mask = _fold(q, keys.shape[1], block.mask)
             out = sdpa(folded, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
         else:

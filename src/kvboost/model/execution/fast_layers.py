@@ -113,9 +113,8 @@ class PackedLinear(FrozenLinear):
 
 
 def are_few(rows: torch.Tensor) -> bool:
-    """Whether these rows are multiplied with packed weights: few rows in bfloat16 on a CPU."""
-    few = rows.numel() <= FEW_ROWS * rows.shape[-1]
-    return few and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
+    """Whether these rows are multiplied with packed weights: few rows in bfloat16."""
+    return rows.numel() <= FEW_ROWS * rows.shape[-1] and rows.dtype == torch.bfloat16
 
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Serve:

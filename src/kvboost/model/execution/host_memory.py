@@ -22,8 +22,8 @@ class _Pages(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.registered_at)
 
 
-def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8 ``[num_bytes]``, in host memory that ``device`` reads without a detour. It has
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """Zeros, uint8 ``[num_bytes]``, in host memory that a GPU reads without a detour. It has
     exactly this size: ``pin_memory`` would round it up to a power of two. It is freed with the last
     tensor that reads it; a GPU must have read it by then."""
     private = getattr(mmap, "MAP_PRIVATE", None)
@@ -35,7 +35,7 @@ def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         _register(pages, memory)
     return memory
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,11 +20,14 @@ if TYPE_CHECKING:
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
-@dataclass(eq=False)
 class Prefix:
     """The first ``count`` rows of a request. They are written, and several requests read them."""
 
-    count: int
+    pages: Sequence[int] | None = None
+    """The pages that they fill; None if they are in a buffer."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
 
 class SharedRows(Prefix):
@@ -94,6 +96,16 @@ class RequestKV:
         self.data = data
         # A view per layer, made once: on a GPU every view made per step costs as much as a kernel.
         self._keys, self._values = _by_layer(data)
+
+    @property
+    def number(self) -> int | None:
+        """The number by which other ranks know it; None if there are no others."""
+        return None
+
+    @property
+    def groups(self) -> Sequence[RequestKV]:
+        """As those of :class:`MixedKV`: there is one."""
+        return (self,)
 
     @property
     def capacity(self) -> int:
@@ -250,6 +262,19 @@ class RequestKV:
         )
 
 
+class LayerRows(Protocol):
+    """The rows of a request as hooks see them, one layer at a time: see :class:`RequestKV`."""
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def changing(
+        self, layer: int, start: int, end: int
+    ) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]: ...
+
+
 Layers = tuple[torch.Tensor, ...]
 """One tensor for each layer."""
 
@@ -295,8 +320,17 @@ class KVPool:
     far: LargerPool | None = None
     """Lends to requests that are too large for this pool, if they may have far rows."""
 
-    def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        max_idle: int = 2,
+        max_idle_bytes: int = 1024**3,
+        *,
+        make: Callable[[KVShape, int], RequestKV] = RequestKV,
+    ) -> None:
+        """``make`` gives KV of ``shape`` for so many rows."""
         self.shape = shape
+        self._make = make
         self._max_idle = max_idle
         self._max_idle_bytes = max_idle_bytes
         self._idle: list[RequestKV] = []
@@ -347,10 +381,7 @@ class KVPool:
             if idle is not None:
                 self._idle.remove(idle)
                 return idle
-        return self._make(num_tokens)
-
-    def _make(self, num_tokens: int) -> RequestKV:
-        return RequestKV(self.shape, num_tokens)
+        return self._make(self.shape, num_tokens)
 
     def _fitting(self, num_tokens: int) -> RequestKV | None:
         fitting = (kv for kv in self._idle if kv.capacity >= num_tokens)

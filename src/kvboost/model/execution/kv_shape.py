@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+
+from kvboost.model.execution.traits import Traits, traits_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,16 @@ class KVShape:
     device: torch.device
     sides: int = 2
     """2: keys and values. 1: one row that serves as both, as the latents of MLA do."""
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Those of its device."""
+        return traits_of(self.device)
+
+    @property
+    def grid(self) -> int:
+        """Numbers of rows and keys are rounded up to this."""
+        return self.traits.grid if self.dtype.itemsize == 2 else 1
 
     @property
     def row_bytes(self) -> int:
@@ -46,7 +59,7 @@ class KVShape:
     def allocate(self, num_tokens: int) -> torch.Tensor:
         """Memory for ``num_tokens`` rows of finite numbers: a mask does not hide NaN."""
         size = (self.sides, self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
-        if self.device.type != "cpu":
+        if not self.traits.is_host:
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         # The system provides zeros page by page, on first touch; torch would touch every page now.
         return torch.from_numpy(
@@ -74,6 +87,14 @@ class MixedShape:
     @property
     def device(self) -> torch.device:
         return self.groups[0].device
+
+    @property
+    def traits(self) -> Traits:
+        return self.groups[0].traits
+
+    @property
+    def grid(self) -> int:
+        return self.groups[0].grid
 
     @property
     def row_bytes(self) -> int:

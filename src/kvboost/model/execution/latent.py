@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.execution.attention import OWN, Batch, attend_segment
 from kvboost.model.execution.fast_layers import FrozenLinear, PackedLinear
-from kvboost.model.execution.segment import Rules, Segment, grid_of, round_up, split
+from kvboost.model.execution.segment import Rules, Segment, round_up, split
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import Delta
@@ -186,7 +186,7 @@ class LatentAttention:
         if segment.absent is not None:  # pages may hold anything there, even NaN
             absent = segment.absent[: segment.end].to(rows.device)
             rows = rows.masked_fill(absent[:, None], 0)
-        more = round_up(segment.end, grid_of(query)) - segment.end
+        more = round_up(segment.end, segment.kv.shape.grid) - segment.end
         rows = pad(rows, (0, 0, 0, more)) if more else rows
         together = max(1, MOST_EXPANDED // (rows.shape[2] * 2 * self._width))
         outputs = []

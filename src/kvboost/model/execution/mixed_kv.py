@@ -45,8 +45,12 @@ class MixedKV(RequestKV):
 
     def __init__(self, shape: MixedShape, num_tokens: int) -> None:
         self.shape = shape
-        self.groups = tuple(RequestKV(group, num_tokens) for group in shape.groups)
+        self._groups = tuple(RequestKV(group, num_tokens) for group in shape.groups)
         self._shared: SharedGroups | None = None
+
+    @property
+    def groups(self) -> tuple[RequestKV, ...]:
+        return self._groups
 
     @property
     def base(self) -> SharedGroups | None:  # type: ignore[override]
@@ -126,16 +130,10 @@ class MixedKV(RequestKV):
 
 def make_kv(shape: AnyShape, num_tokens: int) -> RequestKV:
     """KV of this shape."""
-    kind = MixedKV if isinstance(shape, MixedShape) else RequestKV
+    kind = RequestKV if len(shape.groups) == 1 else MixedKV
     return kind(shape, num_tokens)  # type: ignore[arg-type]
-
-
-class _MixedPool(KVPool):
-    def _make(self, num_tokens: int) -> RequestKV:
-        return make_kv(self.shape, num_tokens)
 
 
 def make_pool(shape: AnyShape, max_idle: int) -> KVPool:
     """The pool that lends KV of this shape."""
-    kind = _MixedPool if isinstance(shape, MixedShape) else KVPool
-    return kind(shape, max_idle)  # type: ignore[arg-type]
+    return KVPool(shape, max_idle, make=make_kv)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvboost.model.execution.traits import MOST_FLASH_DIM
+
 MOST_WEIGHTS = 1 << 22
 """Attention weights of one head of keys that are held at once."""
 
@@ -31,6 +33,22 @@ def attend_part(
     else:
         out, weight = _written_out(folded, keys, values, scale, mask)
     return out.reshape(query.shape), weight.reshape(1, heads, rows)
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether :func:`flash` attends with heads of ``dim`` there."""
+    fits = dim % 8 == 0 and dim <= MOST_FLASH_DIM
+    return device.type == "cuda" and dtype.itemsize == 2 and fits
+
+
+def flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
+) -> Part:
+    """As :func:`attend_part`, by FlashAttention. If it is ``causal``, there are as many keys as
+    rows."""
+    run = torch.ops.aten._scaled_dot_product_flash_attention
+    out, sums, *_ = run(query, keys, values, 0.0, causal, False, scale=scale)
+    return out, sums
 
 
 def _written_out(

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv import LayerRows, RequestKV
 
 if TYPE_CHECKING:
     from kvboost.model.paged.sampling import RowSampler
 
 BLOCK_ROWS = 512
-GRID = 64
-"""For 16-bit numbers on a CPU, torch compiles a kernel for every number of rows and keys and keeps
-them all. Hits end anywhere, so there would be ever more of them: sizes are rounded up to this."""
 
 
 class ChunkWindow(int):
@@ -65,8 +62,8 @@ class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
 
-    kv: RequestKV
-    """That of the segment, which sets it."""
+    kv: LayerRows
+    """The rows of its request; a segment sets it to its own."""
     kind: str | None = None
     """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
     args: tuple[Any, ...] | None = None
@@ -98,16 +95,17 @@ class Segment:
     ``absent``: ``[end]``, on the host, true for rows that no query may attend to.
     The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
+    If it ``may_go_on``, other segments of its forward may need more layers: what those write into
+    its rows is written again before it is read.
     ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
     in bfloat16 only if it begins at position 0. ``sampler``: the result is to be the next token,
     picked on the device, not logits; with several rows, the tokens after each of the last
     ``num_logits``. ``decodes``: these rows continue an answer. ``ahead``: the row after this one
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
-    before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
-    its hook sees, in a forward of its own. ``images``: which rows are those of images. ``places``,
-    ``[3, rows]`` on the host: what the rows are rotated by in time, height and width, if that is
-    not their positions (M-RoPE).
+    before it; ``beside_ahead``: those beside the row after this one. ``images``: which rows are
+    those of images. ``places``, ``[3, rows]`` on the host: what the rows are rotated by in time,
+    height and width, if that is not their positions (M-RoPE).
     """
 
     kv: RequestKV
@@ -117,13 +115,13 @@ class Segment:
     hook: Hook | None = None
     absent: torch.Tensor | None = None
     until: int | None = None
+    may_go_on: bool = False
     as_stock: bool = False
     sampler: RowSampler | None = None
     decodes: bool = False
     ahead: bool = False
     beside: Segment | None = None
     beside_ahead: Segment | None = None
-    observes: bool = False
     images: ImageRows | None = None
     places: torch.Tensor | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
@@ -191,7 +189,8 @@ class Segment:
         matrix: additive ``[groups * rows, keys]``, on the grid; made once a forward."""
         if groups not in self._own_masks:
             rows = self.position_ids(like.device) - self.kv.own_start
-            self._own_masks[groups] = Block.of(0, rows, None, like).mask.repeat(groups, 1)
+            own = Block.of(0, rows, None, like, grid=self.kv.shape.grid)
+            self._own_masks[groups] = own.mask.repeat(groups, 1)
         return self._own_masks[groups]
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
@@ -199,8 +198,9 @@ class Segment:
         if window not in self._blocks:
             positions = self.position_ids(like.device)
             rules = window, like, self.absent, self.whole_images
+            grid = self.kv.shape.grid
             self._blocks[window] = [
-                Block.of(start, positions[start : start + BLOCK_ROWS], *rules)
+                Block.of(start, positions[start : start + BLOCK_ROWS], *rules, grid=grid)
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
@@ -228,10 +228,11 @@ class Block:
         like: torch.Tensor,
         absent: torch.Tensor | None = None,
         ahead: Sequence[tuple[int, int]] = (),
+        *,
+        grid: int = 1,
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
         reach = max(last + 1, *(end for begin, end in ahead if begin <= last), 0)
-        grid = grid_of(like)
         first_key = 0
         if isinstance(window, ChunkWindow):
             first_key = first // window * window // grid * grid
@@ -253,11 +254,6 @@ class Block:
         mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
         mask[: len(positions)].masked_fill_(hidden, float("-inf"))
         return cls(start, start + len(positions), first_key, end_key, mask)
-
-
-def grid_of(like: torch.Tensor) -> int:
-    """The grid to which numbers of rows and keys are rounded up for tensors like this one."""
-    return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
 
 
 def round_up(length: int, grid: int) -> int:

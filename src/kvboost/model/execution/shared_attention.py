@@ -12,7 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from kvboost.model.execution.partial_attention import Part, attend_part, count_sinks, merge_parts
+from kvboost.model.execution.partial_attention import (
+    Part,
+    attend_part,
+    count_sinks,
+    flash,
+    has_flash,
+    merge_parts,
+)
 from kvboost.model.execution.segment import Block, Rules, Segment
 
 FOLDED_ROWS = 64
@@ -98,8 +105,8 @@ def attend_dense(
     """Attention of ``[1, heads, rows, dim]`` over ``[1, kv_heads, keys, dim]``, by FlashAttention
     where there is one. If it is ``causal``, there are as many keys as rows."""
     rows, dim = query.shape[2:]
-    if query.device.type == "cuda" and query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 256:
-        return _flash(query, keys, values, scale, causal=causal)
+    if has_flash(query.device, query.dtype, dim):
+        return _folded_flash(query, keys, values, scale, causal=causal)
     mask = None
     if causal:
         positions = torch.arange(rows, device=query.device)
@@ -108,13 +115,12 @@ def attend_dense(
     return attend_part(query, keys, values, scale, mask)
 
 
-def _flash(
+def _folded_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
 ) -> Part:
     heads, kv_heads, rows, dim = query.shape[1], keys.shape[1], *query.shape[2:]
     asked = query
     if rows <= FOLDED_ROWS and not causal:
         asked = query.reshape(1, kv_heads, heads // kv_heads * rows, dim)
-    run = torch.ops.aten._scaled_dot_product_flash_attention
-    out, sums, *_ = run(asked, keys, values, 0.0, causal, False, scale=scale)
+    out, sums = flash(asked, keys, values, scale, causal)
     return out.reshape(query.shape), sums[:, :, : asked.shape[2]].reshape(1, heads, rows)

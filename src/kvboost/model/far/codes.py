@@ -13,7 +13,6 @@ from kvboost.errors import KVBoostError
 from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.execution.kv import Prefix
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.model.far.memory import wait_for
 from kvboost.model.far.rows import FarAttention, FarRows
 
 BLOCK = 1024
@@ -73,7 +72,7 @@ class CodedMemory:
         self.num_bytes = coded_bytes(shape, codec, num_rows)
         size = (2, shape.num_layers, shape.num_kv_heads, codec.group, shape.head_dim)
         self._first = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        memory = host_memory(self.num_bytes, shape.device)
+        memory = host_memory(self.num_bytes)
         self.codes = memory.view(shape.num_layers, -1, self.layout.block_bytes)
         self._views = self.layout.views(self.codes)
         self.on_close: Callable[[], object] = _nothing
@@ -122,7 +121,7 @@ class CodedMemory:
         return self.decode(blocks, layer, start, end)
 
     def close(self) -> None:
-        wait_for(self.shape.device)
+        self.shape.traits.wait(self.shape.device)
         self.on_close()
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.model.far.kv import FarKV
-from kvboost.model.far.memory import copy_rows, wait_for
+from kvboost.model.far.memory import copy_rows
 
 MOST_ROWS = 4096
 """Rows of one forward on a GPU: by arithmetic, so many compute longer than far rows are copied."""
@@ -98,4 +98,4 @@ class HostFarKV(FarKV):
 
     def _wait(self) -> None:
         """The host is about to read what the GPU copies, or to write over it."""
-        wait_for(self.shape.device)
+        self.shape.traits.wait(self.shape.device)

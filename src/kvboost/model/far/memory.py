@@ -59,19 +59,13 @@ class HostMemory(FarMemory):
     """Memory of the host, from which a GPU copies."""
 
     def __init__(self, shape: KVShape, num_rows: int) -> None:
-        self._device = shape.device
-        memory = host_memory(num_rows * shape.row_bytes, shape.device)
+        self._shape = shape
+        memory = host_memory(num_rows * shape.row_bytes)
         super().__init__(shape, num_rows, memory)
 
     def close(self) -> None:
-        wait_for(self._device)
+        self._shape.traits.wait(self._shape.device)
         super().close()
-
-
-def wait_for(device: torch.device) -> None:
-    """Copies to ``device`` have ended: their memory may be written, or freed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _nothing() -> None: ...

@@ -22,7 +22,7 @@ from kvboost.model.loading.key_scales import FAMILIES as SCALED
 from kvboost.model.loading.parallel import UNLIKE
 from kvboost.model.loading.unsupported import WHY_NOT
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
-from kvboost.model.quantized.safetensors import METHODS, RENAMED
+from kvboost.model.quantized.safetensors import IN_MXFP4, METHODS, MXFP4, RENAMED
 from kvboost.model.vision.families import FAMILIES as SEEING
 
 SOME_WITHOUT_POSITIONS = (
@@ -124,6 +124,8 @@ def _why_buffers(architecture: Architecture, text: Any) -> str | None:
 def _packed(name: str, architecture: Architecture, text: Any) -> str:
     if architecture.states:
         return "no: its layers keep states"
+    if name in IN_MXFP4:
+        return f"{MXFP4}: its experts, on NVIDIA GPUs"
     if num_experts(text):
         return "no: it has experts"
     sources = ["GGUF"] if name.removesuffix("_text") in IN_GGUF else []

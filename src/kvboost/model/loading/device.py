@@ -29,6 +29,50 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
+def pick_split_device(device: str | torch.device | None, tp_size: int) -> torch.device:
+    """The kind of device for ``tp_size`` ranks of one model."""
+    chosen = pick_device(device)
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type == "mps" or (chosen.type == "cpu" and there):
+        raise ConfigError(
+            f"tp_size={tp_size}: transformers splits models over CUDA devices if there are any, "
+            f"else over processes on the CPU, not over device={str(chosen)!r}; leave device out "
+            "or use tp_size=1"
+        )
+    if chosen.type == "cuda" and (chosen.index is not None or tp_size > there):
+        raise ConfigError(
+            f"tp_size={tp_size} takes the first {tp_size} CUDA devices, and there are {there}; use "
+            "device='cuda' or none, and tp_size up to that number"
+        )
+    return chosen
+
+
+def pick_streaming_device(device: str | torch.device | None) -> torch.device:
+    """The device for a model whose layers are streamed to it."""
+    chosen = pick_device(device)
+    if chosen.type != "cuda":
+        raise ConfigError(
+            f"device_memory is a budget for an NVIDIA GPU, and the model runs on {chosen}: there "
+            "the weights are in the machine's memory already; leave device_memory out, or use "
+            "device='cuda'"
+        )
+    return chosen
+
+
+def has_capability(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU of compute capability 8.0 or later, for which our kernels and
+    torch's int4 product are made."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def chip_name(device: torch.device) -> str:
+    """The kind and the name of what computes there."""
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.machine()
+    return f"{device.type} {name}"
+
+
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """The dtype asked for, or one that the device computes well."""
     if isinstance(dtype, torch.dtype):

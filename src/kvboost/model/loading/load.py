@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,13 @@ from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.sampling import eos_ids, warn_about_defaults
 from kvboost.model.loading import key_scales, weights
 from kvboost.model.loading.compat import Support, check, context_length
-from kvboost.model.loading.device import pick_device, pick_dtype, slow_dtype
+from kvboost.model.loading.device import (
+    chip_name,
+    pick_device,
+    pick_dtype,
+    pick_streaming_device,
+    slow_dtype,
+)
 from kvboost.model.loading.experts import idle_weights
 from kvboost.model.loading.fingerprint import fingerprint
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
@@ -44,7 +49,7 @@ from kvboost.model.loading.tokenizer import ModelTokenizer
 from kvboost.model.quantized.layers import num_weights, packed_identity
 from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled, method_in
 from kvboost.model.streaming.parking import Parking, host_bytes
-from kvboost.model.streaming.place import Placement, check_device, place
+from kvboost.model.streaming.place import Placement, place
 from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.model.vision.loading import find_processor, make_tower
 from kvboost.model.vision.tower import VisionTower
@@ -126,8 +131,8 @@ def load(
     parking: Parking | None = None
     move: Callable[[PreTrainedModel], Placement] | None = None
     if budget is not None:
-        target, parked = pick_device(device), Parking(host_bytes(budget.host_bytes))
-        check_device(target)
+        target = pick_streaming_device(device)
+        parked = Parking(host_bytes(budget.host_bytes))
         parking = parked
         move = lambda model: place(model, target, budget, spilled_bytes=parked.spilled_bytes)  # noqa: E731
     model, tokenizer = read(
@@ -219,7 +224,8 @@ def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:
     gib = sum(weight.nbytes for weight in experts) / 2**30
     warnings.warn(
         f"the model's MXFP4 weights are expanded to {str(dtype).removeprefix('torch.')} and take "
-        f"{gib:.1f} GiB: KVBoost has no kernels for packed experts",
+        f"{gib:.1f} GiB: they stay packed in a folder on this machine, with weights='auto' on an "
+        "NVIDIA GPU with Triton, in bfloat16 or float32",
         stacklevel=4,
     )
 
@@ -449,9 +455,7 @@ def _auto_class(config: PretrainedConfig) -> Any:
 
 def machine_key(model: LoadedModel, num_ranks: int = 1) -> str:
     """Identifies a model and what it runs on: the cost of a forward depends on both."""
-    device = model.device
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
+    identity = f"{model.fingerprint} {chip_name(model.device)} {torch.get_num_threads()}"
     identity += f" {num_ranks} ranks" if num_ranks > 1 else ""
     identity += f" {model.placement.key}" if model.placement is not None else ""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

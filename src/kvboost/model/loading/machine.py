@@ -57,7 +57,7 @@ def copy_bandwidth(device: str) -> float:
 def bus_bandwidth(device: torch.device, num_bytes: int = 256 << 20) -> float:
     """Bytes per second of copies from registered memory of the host to a GPU, measured; the best of
     three rounds of four."""
-    source = host_memory(num_bytes, device)
+    source = host_memory(num_bytes)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target.copy_(source)
     found = []

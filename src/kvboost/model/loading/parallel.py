@@ -20,7 +20,7 @@ from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.model.execution.fast_layers import FastLayers
 from kvboost.model.execution.forward import Forward
 from kvboost.model.loading.compat import check
-from kvboost.model.loading.device import pick_device
+from kvboost.model.loading.device import pick_split_device
 from kvboost.model.loading.load import LoadedModel, read, read_config, wrap
 
 UNLIKE = ("gemma3n_text", "gemma4_text")
@@ -56,7 +56,7 @@ def check_split(
     config = read_config(name, strict=strict, **hf_kwargs)
     _check_architecture(config, tp_size, strict=strict)
     _check_heads(name, config, tp_size)
-    return _check_devices(device, tp_size)
+    return pick_split_device(device, tp_size)
 
 
 def _check_architecture(config: PretrainedConfig, tp_size: int, *, strict: bool) -> None:
@@ -97,23 +97,6 @@ def _check_heads(name: str | os.PathLike[str], config: PretrainedConfig, tp_size
             f"tp_size={tp_size} does not divide the {heads} KV heads of {os.fspath(name)}, and a "
             f"rank holds whole heads; use one of {', '.join(map(str, allowed))}"
         )
-
-
-def _check_devices(device: str | torch.device | None, tp_size: int) -> torch.device:
-    chosen = pick_device(device)
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if chosen.type == "mps" or (chosen.type == "cpu" and there):
-        raise ConfigError(
-            f"tp_size={tp_size}: transformers splits models over CUDA devices if there are any, "
-            f"else over processes on the CPU, not over device={str(chosen)!r}; leave device out "
-            "or use tp_size=1"
-        )
-    if chosen.type == "cuda" and (chosen.index is not None or tp_size > there):
-        raise ConfigError(
-            f"tp_size={tp_size} takes the first {tp_size} CUDA devices, and there are {there}; use "
-            "device='cuda' or none, and tp_size up to that number"
-        )
-    return chosen
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:

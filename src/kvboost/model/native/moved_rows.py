@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model import native
-from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.kv import LayerRows
 from kvboost.model.native.kernels import address_of, serves
 from kvboost.model.native.layers import scratch
 
@@ -40,6 +40,8 @@ class RecomputedRows:
     index: torch.Tensor
     """Their rows in the segment."""
     positions: torch.Tensor
+    end: int
+    """One past the last position."""
     which: torch.Tensor
     """Their blocks."""
     num_blocks: int
@@ -54,7 +56,7 @@ class RecomputedRows:
 
 
 def attention_mass(
-    kv: RequestKV,
+    kv: LayerRows,
     layer: int,
     query: torch.Tensor,
     scale: float,
@@ -93,14 +95,14 @@ def attention_mass(
 
 
 def errors(
-    kv: RequestKV, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
+    kv: LayerRows, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The differences between fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, and
     those in ``kv``, of some ``rows``, added up block by block: of keys times cos and times sin of
     their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``. Rows with large errors count
     less; what the rows of each block count is float32 ``[2, kv_heads, blocks]``, as keys and as
     values."""
-    known_keys, known_values = (part[0] for part in kv.layer(layer, 0, kv.capacity))
+    known_keys, known_values = (part[0] for part in kv.layer(layer, 0, rows.end))
     heads, dim = known_keys.shape[0], keys.shape[3]
     sums = torch.zeros(3, heads, rows.num_blocks, dim, dtype=torch.float32, device=keys.device)
     counts = sums.new_zeros(2, heads, rows.num_blocks)
@@ -143,7 +145,7 @@ def _row_weights(squares: torch.Tensor, rows: RecomputedRows) -> torch.Tensor:
 
 
 def shift(
-    kv: RequestKV,
+    kv: LayerRows,
     layer: int,
     start: int,
     which: torch.Tensor,

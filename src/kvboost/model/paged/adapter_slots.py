@@ -11,6 +11,7 @@ import torch
 
 from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.triton.adapters import Addition, num_splits, shrink
+from kvboost.model.triton.host import aside, side_stream
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -18,8 +19,6 @@ FIRST_SLOTS, MOST_SLOTS = 8, 64
 """The number of adapters that there is room for at first, and at most unless a single step has
 more."""
 NO_ADAPTER = -1
-BESIDE = True
-"""Whether the first factors of adapters run beside the product they add to, in another stream."""
 LEAST_RANK, MOST_RANK = 16, 128
 """Ranks are padded to a power of two between these; an adapter of a higher one runs eagerly."""
 
@@ -46,16 +45,12 @@ class Place:
         size = num_splits(self.width), len(rows), self.down.shape[1]
         sums = torch.empty(size, dtype=torch.float32, device=rows.device)
         given = rows, slots, self.down, self.up.shape[1], sums
-        if rows.device.type == "cuda" and BESIDE:
-            main, side = torch.cuda.current_stream(), _side_stream(rows.device)
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                shrink(*given)
-            out = product(rows)
-            main.wait_stream(side)
-        else:
+        side = side_stream(rows.device)
+        with aside(side):
             shrink(*given)
-            out = product(rows)
+        out = product(rows)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         return out, Addition(sums, slots, self.up)
 
     def allocate(self, slots: int, ranks: int, like: torch.Tensor) -> None:
@@ -146,12 +141,3 @@ class AdapterSlots:
         for place in self._places:
             place.write(slot, adapter)
         self._slots[adapter] = slot
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]

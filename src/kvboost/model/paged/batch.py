@@ -12,7 +12,7 @@ import torch
 
 from kvboost.model.execution.attention import Batch, attend_segment
 from kvboost.model.execution.partial_attention import count_sinks
-from kvboost.model.execution.segment import Rules, Segment, rows_first, split
+from kvboost.model.execution.segment import Rules, Segment, rows_first
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
@@ -141,11 +141,7 @@ class PagedBatch(RowBatch):
         return self._slab.table[request, position // PAGE].long() * PAGE + position % PAGE
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.has_hooks:
-            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
-            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
-                if segment.hook is not None:
-                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
+        self.show_fresh(layer, keys, values)
         super().write(layer, keys, values)
 
     def attend_rows(

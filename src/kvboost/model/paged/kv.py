@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ class SharedPages(Prefix):
     """The first rows of a request: whole pages. ``keeps`` is what keeps them until a request holds
     them."""
 
-    def __init__(self, pages: list[int], keeps: object = None) -> None:
+    def __init__(self, pages: Sequence[int], keeps: object = None) -> None:
         super().__init__(len(pages) * PAGE)
         self.pages = pages
         self._keeps = keeps
@@ -28,7 +28,7 @@ class PagedKV(RequestKV):
 
     runs_ahead = True
 
-    def __init__(self, slab: Slab, holding: Holding, base: SharedPages | None = None) -> None:
+    def __init__(self, slab: Slab, holding: Holding, base: Prefix | None = None) -> None:
         self.shape = slab.shape
         self.slab: Slab = slab
         self.holding = holding
@@ -37,7 +37,7 @@ class PagedKV(RequestKV):
         self._borrowed = self.own_start
 
     @property
-    def base(self) -> SharedPages | None:  # type: ignore[override]
+    def base(self) -> Prefix | None:  # type: ignore[override]
         return self._shared
 
     @property
@@ -67,7 +67,7 @@ class PagedKV(RequestKV):
 
     def detach_prefix(self) -> None:
         if self._shared is not None:
-            if not self.slab.replace(self.holding, len(self._shared.pages)):
+            if not self.slab.replace(self.holding, pages_for(self._shared.count)):
                 self._refuse(self.capacity)
             self._shared, self._borrowed = None, 0
 

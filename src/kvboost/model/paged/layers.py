@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
+from kvboost.model.execution.partial_attention import has_flash
 from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
@@ -33,8 +34,9 @@ log = logging.getLogger("kvboost")
 ROUNDING = {torch.float32: 1e-3}
 """The largest distance of our layer from the model's for the same rows (:func:`_distance`);
 elsewhere 2**-3."""
-PROBED_ROWS = {"cpu": 20, "cuda": 640}
-"""Rows of a prompt that show whether our layers do what the model's do."""
+PROBED_ROWS, PROBED_LONG = 20, 640
+"""Rows of a prompt that show whether our layers do what the model's do: more where long runs of
+rows have kernels of their own."""
 DENSE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; perhaps norms of queries and
 keys."""
@@ -225,7 +227,8 @@ def _probe(slab: Slab, run_model: RunModel) -> None:
     batch.positions.copy_(positions)
     batch.slots.copy_(positions)
     run_model(positions - 2, positions, batch)
-    positions = torch.arange(PROBED_ROWS[device.type], device=device)
+    is_long = has_flash(device, slab.shape.dtype, slab.shape.head_dim)
+    positions = torch.arange(PROBED_LONG if is_long else PROBED_ROWS, device=device)
     holding = slab.take(len(positions))
     if holding is None:
         return

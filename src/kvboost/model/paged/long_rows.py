@@ -17,6 +17,7 @@ from functools import cache
 
 import torch
 
+from kvboost.model.execution.partial_attention import Part, flash, has_flash
 from kvboost.model.execution.segment import round_up
 
 log = logging.getLogger("kvboost")
@@ -25,9 +26,6 @@ GRID = 1024
 ROUNDING = 2**-5
 """The largest distance of cuDNN's results from FlashAttention's, relative to the largest."""
 
-Part = tuple[torch.Tensor, torch.Tensor]
-"""Attention over some of the keys, ``[1, heads, rows, dim]``, and the log-sum-exps of its scores,
-float32 ``[1, heads, rows]``."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Part]
 """``attend(query, keys, values, scale, causal)``, all ``[1, heads, rows, dim]``, with fewer heads
 of keys than of queries if these are grouped. ``causal`` attention has as many keys as queries."""
@@ -49,14 +47,6 @@ class LongKernel:
         return rows if len(rows) >= self.least_rows else None
 
 
-def _flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
-) -> Part:
-    run = torch.ops.aten._scaled_dot_product_flash_attention
-    out, sums, *_ = run(query, keys, values, 0.0, causal, False, scale=scale)
-    return out, sums
-
-
 def _cudnn(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
 ) -> Part:
@@ -65,7 +55,7 @@ def _cudnn(
     return out, sums.reshape(query.shape[:3])  # some versions keep a last dimension of 1
 
 
-FLASH = LongKernel("FlashAttention", _flash, grid=1, least_rows=256)
+FLASH = LongKernel("FlashAttention", flash, grid=1, least_rows=256)
 CUDNN = LongKernel("cuDNN", _cudnn, grid=GRID, least_rows=2 * GRID)
 
 
@@ -75,7 +65,7 @@ def long_kernels(
 ) -> Sequence[LongKernel]:
     """The kernels for queries and keys of this shape, the fastest first: cuDNN on GPUs that it is
     faster on (Hopper, Blackwell), then FlashAttention."""
-    if device.type != "cuda" or dtype.itemsize != 2 or dim % 8 or dim > 256:
+    if not has_flash(device, dtype, dim):
         return ()
     has_cudnn = (
         torch.cuda.get_device_capability(device)[0] in (9, 10)

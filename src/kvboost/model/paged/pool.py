@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvboost.model import triton
-from kvboost.model.execution.kv import KVPool, Prefix, RequestKV, SharedRows
+from kvboost.model.execution.kv import KVPool, Prefix, RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.latent import TOO_WIDE
-from kvboost.model.paged.kv import PagedKV, SharedPages
+from kvboost.model.loading.device import has_capability
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
 if TYPE_CHECKING:
@@ -38,13 +39,9 @@ def why_buffers(forward: Forward) -> str:
 
 def why_no_pages(device: torch.device) -> str:
     """Why no model on this device has pages; empty if one can."""
-    if device.type != "cuda":
-        return "only on NVIDIA GPUs"
-    if not triton.is_available():
-        return "triton is not installed"
-    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_capability(device):
         return "only on NVIDIA GPUs of compute capability 8.0 and later"
-    return ""
+    return "" if triton.is_available() else "triton is not installed"
 
 
 class PagedPool(KVPool):
@@ -92,20 +89,20 @@ class PagedPool(KVPool):
     @contextmanager
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
         is_far = self.far is not None and self.far.takes(num_tokens)
-        if is_far or isinstance(base, SharedRows):
+        shared = () if base is None else base.pages
+        if is_far or shared is None:
             with super().lend(num_tokens, base) as kv:
                 yield kv
             return
-        shared = base if isinstance(base, SharedPages) else None
         slab = self.slab
-        holding = slab.take(num_tokens, shared.pages if shared else ())
+        holding = slab.take(num_tokens, shared)
         if holding is None:
             with super().lend(num_tokens) as kv:
                 yield kv
             return
         self._lent.add(holding.serial)
         try:
-            yield PagedKV(slab, holding, shared)
+            yield PagedKV(slab, holding, base)
         finally:
             slab.release(holding)
             self._lent.discard(holding.serial)

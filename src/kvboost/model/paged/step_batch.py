@@ -14,7 +14,7 @@ from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.sampling import DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
-from kvboost.model.triton.host import aside
+from kvboost.model.triton.host import aside, side_stream
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once
 
@@ -125,9 +125,7 @@ class StepBatch(RowBatch):
         device = slab.shape.device
         self._beside = beside
         more = beside.num_rows if beside is not None else 0
-        self._stream: torch.cuda.Stream | None = None
-        if beside is not None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        self._stream = None if beside is None else side_stream(device)
         self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int32, device=device)
         self.requests = torch.zeros(size, dtype=torch.int32, device=device)

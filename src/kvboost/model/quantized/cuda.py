@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvboost.model import triton
+from kvboost.model.loading.device import has_capability
 from kvboost.model.quantized.layers import BlockProduct, Product
 from kvboost.model.quantized.weight import QuantizedWeight
 
@@ -16,17 +17,11 @@ FEW_ROWS = 48
 GROUPS = (32, 64, 128, 256)
 TILES = (8, 4, 2)
 """Columns come in multiples of 16 times one of these."""
-LEAST_CAPABILITY = (8, 0)
 
 
 def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is an int4 product for rows of ``dtype`` on ``device``."""
-    return (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    )
+    return dtype == torch.bfloat16 and has_capability(device)
 
 
 class TensorCoreProduct:

@@ -98,11 +98,12 @@ def describe_path(device: torch.device, dtype: torch.dtype) -> str:
     """The name of what multiplies with packed weights, for people."""
     if native_dtype(dtype, device) is not None:
         return "yes: native kernels, with rows rounded to 8 or 15 bits"
-    if device.type == "cpu":
-        return "slow: there are no native kernels here, so weights are expanded for every product"
     if has_tensor_cores(device, dtype):
         return "yes: int4 tensor cores and Triton for few rows; for many, bfloat16 is made of codes"
-    return "slow: weights are expanded for every product; an NVIDIA GPU with bfloat16 has more"
+    return (
+        "slow: weights are expanded for every product; codes are multiplied by our kernels on a "
+        "CPU, which want a compiler, and in bfloat16 on an NVIDIA GPU"
+    )
 
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:

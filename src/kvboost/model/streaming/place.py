@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost.config import format_bytes
-from kvboost.errors import ConfigError, ModelError
+from kvboost.errors import ModelError
 from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
@@ -57,16 +57,6 @@ class Placement:
         """Tells placements apart in which a forward takes another time."""
         plan = self.plan
         return f"{len(plan.in_memory)} layers streamed, {len(plan.on_disk)} from disk"
-
-
-def check_device(device: torch.device) -> None:
-    """Raises ConfigError unless layers can be streamed to the device."""
-    if device.type != "cuda":
-        raise ConfigError(
-            f"device_memory is a budget for an NVIDIA GPU, and the model runs on {device}: there "
-            "the weights are in the machine's memory already; leave device_memory out, or use "
-            "device='cuda'"
-        )
 
 
 def place(
@@ -164,7 +154,7 @@ def stream_layers(
         layout = SlabLayout(layer)
         sizes.append(layout.num_bytes)
         if plan.streamed[number] in plan.in_memory:
-            slab = in_memory[number] = host_memory(layout.num_bytes, device)
+            slab = in_memory[number] = host_memory(layout.num_bytes)
             layout.save(slab)
         else:
             assert file is not None
@@ -176,6 +166,6 @@ def stream_layers(
     on_disk = None
     if file is not None:
         file.flush()
-        staged = [host_memory(slot_bytes, device) for _ in range(NUM_STAGED)]
+        staged = [host_memory(slot_bytes) for _ in range(NUM_STAGED)]
         on_disk = DiskLayers(file, places, staged)
     return StreamedLayers(chosen, sizes, slots, in_memory, on_disk)

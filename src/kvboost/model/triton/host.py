@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,12 @@ class HostCopy:
         self.wait()
         found: list[int] = self.values.tolist()
         return found
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream for work beside that of the current one; None where there are no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class VisionTower:
             pixels = decoded.result()
         axis = self.reader.family.tile_axis
         total = 1 if axis is None else pixels["pixel_values"].shape[axis]
-        step = 1 if self._forward.device.type == "cpu" else TILES_ON_GPU
+        step = 1 if self._forward.shape.traits.is_host else TILES_ON_GPU
         parts: list[torch.Tensor] = []
         for start in range(0, total, step):
             if parts:

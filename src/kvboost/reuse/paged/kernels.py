@@ -23,7 +23,7 @@ from kvboost.model.triton.take import take
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
-from kvboost.reuse.probe import KINDS, AttentionMass, row_weights
+from kvboost.reuse.probe import KINDS, AttentionMass, Probe, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Positions, Spans
 
@@ -150,6 +150,10 @@ class GpuKernels:
 
         return attend
 
+    def rows_of(self, table: torch.Tensor) -> TableRows:
+        """The rows of the request whose pages are ``table``."""
+        return TableRows(self, table)
+
     def probe(self, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor) -> PagedMass:
         return PagedMass(self, seen, rows, table)
 
@@ -212,6 +216,19 @@ class GpuKernels:
             device = self.pages.device
             self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         return [self._tables[kind] for kind in _numbered(kinds)]
+
+
+class TableRows:
+    """The rows of a request whose pages are ``table``, where kernels probe and shift them."""
+
+    def __init__(self, kernels: GpuKernels, table: torch.Tensor) -> None:
+        self._kernels, self._table = kernels, table
+
+    def probe(self, probe: Probe, positions: torch.Tensor) -> Hook:
+        return probe.in_pages(lambda mass: self._kernels.probe(mass, positions, self._table))
+
+    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
+        return self._kernels.shift(positions, spans, self._table)
 
 
 def _first_of_each(kinds: Sequence[int]) -> list[int]:

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
-from kvboost.model.execution.segment import Hook
-from kvboost.model.paged.kv import PagedKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.paged.kernels import GpuKernels
+from kvboost.reuse.paged.kernels import GpuKernels, TableRows
 from kvboost.reuse.paged.stored import PageStore
-from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.shift import Positions, Spans
 
 PLACED_ROWS = 4096
 """Rows of other devices that are placed together: a copy of them is made on the GPU."""
 
 
-class PagedRequest:
+class PagedRequest(TableRows):
     """Rows of one request, in pages."""
 
     def __init__(
         self,
-        kv: PagedKV,
+        kv: RequestKV,
         kernels: GpuKernels,
         packer: Packer,
         slice_rows: int,
         store: PageStore | None = None,
     ) -> None:
         """``store`` keeps the request's pages as chunks; without one, ``packer`` copies rows."""
+        assert kv.slab is not None
+        super().__init__(kernels, kv.slab.table[kv.holding.row])
         self.slice_rows = slice_rows
         self._store = store
-        self._kv, self._kernels, self._packer = kv, kernels, packer
+        self._kv, self._packer = kv, packer
         self._groups: list[tuple[list[tuple[Hit, KVData]], float | None]] = []
         """The hits to place, one group after the other."""
         self._rows_from_elsewhere = 0
-
-    @property
-    def _table(self) -> torch.Tensor:
-        return self._kv.slab.table[self._kv.holding.row]
 
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         if data.bits != 16:
@@ -69,11 +62,3 @@ class PagedRequest:
 
     def clear(self, rows: range) -> None:
         """Kernels do not read what they do not attend to."""
-
-    def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
-        if not isinstance(hook, AttentionMass):
-            return hook
-        return self._kernels.probe(hook, positions, self._table)
-
-    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
-        return self._kernels.shift(positions, spans, self._table)

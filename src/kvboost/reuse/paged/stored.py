@@ -9,7 +9,8 @@ import torch
 
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData, NewRows, plain
-from kvboost.model.paged.kv import PagedKV, SharedPages
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.paged.kv import SharedPages
 from kvboost.model.paged.slab import PAGE, KeptPages, Slab, pages_for
 from kvboost.model.triton.host import to_device
 
@@ -90,7 +91,7 @@ class PageStore:
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
 
-    def pack(self, kv: PagedKV, parts: Sequence[NewRows]) -> list[KVData]:
+    def pack(self, kv: RequestKV, parts: Sequence[NewRows]) -> list[KVData]:
         """Parts of a request's rows, as chunks. They stay where they are."""
         pages = kv.holding.pages
         lists = [pages[part.start // PAGE : pages_for(part.end)] for part in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -12,11 +13,16 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, NewRows, Quantizer, join_heads
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.model.execution.kv import KVPool, RequestKV
+from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.reuse.assemble import KVRows, Packer
-from kvboost.runtime.parallel import messages
+from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Handle, Ranks
+
+
+class Numbered(Protocol):
+    @property
+    def number(self) -> int | None: ...
 
 
 class ShardedKV(RequestKV):
@@ -26,7 +32,7 @@ class ShardedKV(RequestKV):
         super().__init__(shape, num_tokens)
         self._ranks = ranks
         self._handle = ranks.new_handle()
-        ranks.cast(messages.NewKV(self.number, num_tokens))
+        ranks.cast(Follower.new_kv, self.number, num_tokens)
 
     @property
     def number(self) -> int:
@@ -34,29 +40,18 @@ class ShardedKV(RequestKV):
 
     def reserve(self, num_tokens: int) -> None:
         if num_tokens > self.capacity:
-            self._ranks.cast(messages.Reserve(self.number, num_tokens))
+            self._ranks.cast(Follower.reserve, self.number, num_tokens)
             super().reserve(num_tokens)
 
     def clear(self, start: int, end: int) -> None:
-        self._ranks.cast(messages.Clear(self.number, start, end))
+        self._ranks.cast(Follower.clear, self.number, start, end)
         super().clear(start, end)
 
 
-def number_of(kv: object) -> int:
-    """The number by which the other ranks know a buffer."""
-    assert isinstance(kv, ShardedKV)
-    return kv.number
-
-
-class ShardedPool(KVPool):
-    """Idle buffers keep theirs on the other ranks, too."""
-
-    def __init__(self, ranks: Ranks, shape: KVShape, max_idle: int) -> None:
-        super().__init__(shape, max_idle)
-        self._ranks = ranks
-
-    def _make(self, num_tokens: int) -> RequestKV:
-        return ShardedKV(self._ranks, self.shape, num_tokens)
+def number_of(known: Numbered) -> int:
+    """The number by which the other ranks know a buffer or a chunk."""
+    assert known.number is not None
+    return known.number
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +69,13 @@ class ShardedData(KVData):
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """If that moves the data to another device, the other ranks copy theirs there too."""
         changed = {name: change(one) for name, one in self.tensors.items()}
-        devices = {one.device.type for one in changed.values()}
-        assert len(devices) == 1
-        if devices == {one.device.type for one in self.tensors.values()}:
+        before, (device,) = (
+            {one.device for one in some.values()} for some in (self.tensors, changed)
+        )
+        if before == {device}:
             return replace(self, tensors=changed)
-        handle = self.ranks.new_handle()
-        self.ranks.cast(messages.Copy(handle.number, self.number, devices.pop()))
+        handle, to_host = self.ranks.new_handle(), device == torch.device("cpu")
+        self.ranks.cast(Follower.copy, handle.number, self.number, to_host=to_host)
         return replace(self, tensors=changed, handle=handle)
 
 
@@ -96,10 +92,9 @@ class ShardedPacker(Packer):
         self._ranks = ranks
 
     def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
-        assert isinstance(data, ShardedData)
-        base = hit.chunk.base_position
-        where = base, hit.offset, hit.start, hit.end
-        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share, hit.turn))
+        base, where = hit.chunk.base_position, range(hit.start, hit.end)
+        numbers = number_of(kv), number_of(data)
+        self._ranks.cast(Follower.place, *numbers, base, hit.offset, where, share, hit.turn)
         super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows) -> Pack:
@@ -118,9 +113,9 @@ class ShardedPacker(Packer):
     def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[int]]:
         """Has the other ranks pack ``part``."""
         handle = self._ranks.new_handle()
-        known = part.like.number if isinstance(part.like, ShardedData) else None
-        asked = messages.PackRows(handle.number, kv, part.start, part.end, known, part.common)
-        return handle, self._ranks.ask(asked)
+        known = None if part.like is None else part.like.number
+        asked = handle.number, kv, part.start, part.end, known, part.common
+        return handle, self._ranks.ask(Follower.pack, *asked)
 
     def _joined(self, local: KVData, handle: Handle, packed: Sequence[int]) -> ShardedData:
         if any(bits != local.bits for bits in packed):
@@ -143,24 +138,20 @@ class RankShards:
         own, *others = (self._part(chunk.data, rank) for rank in range(self._ranks.size))
         handle = self._ranks.new_handle()
         contiguous = torch.Tensor.contiguous
-        self._ranks.ask_each(
-            [messages.Take(handle.number, part.map(contiguous)) for part in others]
-        )
+        parts = [(handle.number, part.map(contiguous)) for part in others]
+        self._ranks.ask_each(Follower.take, parts)
         return _with(chunk, shard(own.map(self._ram.own), self._ranks, handle))
 
     def join(self, part: KVChunk) -> KVChunk | None:
-        assert isinstance(part.data, ShardedData)
         own = KVData(part.data.bits, part.data.tensors)
         if not self._is_split:
             return _with(part, own)
-        others = self._ranks.ask(messages.Give(part.data.number))
-        if any(other is None for other in others):
-            return None
-        return _with(part, join_heads([own, *others]))
+        given = self._ranks.ask(Follower.give, number_of(part.data))
+        others = [one for one in given if one is not None]
+        return _with(part, join_heads([own, *others])) if len(others) == len(given) else None
 
     def is_complete(self, part: KVChunk) -> bool:
-        assert isinstance(part.data, ShardedData)
-        return all(self._ranks.ask(messages.Has(part.data.number)))
+        return all(self._ranks.ask(Follower.has, number_of(part.data)))
 
     def _part(self, data: KVData, rank: int) -> KVData:
         if not self._is_split:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import singledispatchmethod
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,8 +20,8 @@ from kvboost.model.loading.parallel import load_part
 from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
-from kvboost.runtime.parallel import messages
-from kvboost.runtime.parallel.messages import Failure, Message
+from kvboost.runtime.devices import device_of
+from kvboost.runtime.parallel.messages import Call, Failure, SegmentMessage
 from kvboost.runtime.parallel.ranks import Link, join_group
 
 
@@ -37,121 +37,122 @@ class Follower:
         self._ram: RamTier
         self._kvs: dict[int, RequestKV] = {}
         self._parts: dict[int, KVData] = {}
-        self._hook: Hook | None = None
+        self._hooks: list[Hook] = []
 
     def serve(self) -> None:
         """Returns when rank 0 has ended, or when this rank has failed."""
         with suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
-                message = self._link.receive()
-                answer = self._try(message)
-                if message.answered or isinstance(answer, Failure):
+                call: Call = self._link.receive()
+                answer = self._try(call)
+                if call.is_answered or isinstance(answer, Failure):
                     self._link.send(answer)
                 if isinstance(answer, Failure) and answer.fatal:
                     return
 
-    def _try(self, message: Message) -> object:
+    def _try(self, call: Call) -> object:
+        self.release(call.released)
         try:
-            return self.do(message)
+            return call.do(self, *call.args, **call.options)
         except Exception as error:
-            return Failure(f"{type(error).__name__}: {error}", fatal=not message.answered)
+            return Failure(f"{type(error).__name__}: {error}", fatal=not call.is_answered)
 
-    @singledispatchmethod
-    def do(self, message: Message) -> Any:
-        """Does what ``message`` says; returns the answer."""
-        raise NotImplementedError(type(message).__name__)
+    # What rank 0 calls.
 
-    @do.register
-    def _(self, message: messages.Load) -> None:
+    def load(self, name: str, tp_size: int, options: Mapping[str, Any]) -> None:
+        """Loads its part of a model, together with rank 0. There is one model at a time."""
         self._kvs.clear()
         self._parts.clear()
-        self._model = load_part(message.name, message.tp_size, **message.options)
+        self._model = load_part(name, tp_size, **options)
         rotation = rotation_of(self._model)
         self._rotation = None if rotation is None else rotation.groups[0]
 
-    @do.register
-    def _(self, message: messages.Serve) -> None:
+    def begin_engine(self, kv_cache_bits: int) -> None:
+        """An engine with these options begins; the last one has ended. Its chunks are gone."""
         self._kvs.clear()
         self._parts.clear()
-        self._ram = RamTier(sys.maxsize, pinned=self._device.type == "cuda")
-        self._quantizer = make_quantizer(
-            self._model, self._rotation, self._ram, message.kv_cache_bits
-        )
+        gpu = device_of(self._device).gpu
+        self._ram = RamTier(sys.maxsize, pinned=gpu is not None)
+        self._quantizer = make_quantizer(self._model, self._rotation, self._ram, kv_cache_bits)
 
-    @do.register
-    def _(self, message: messages.NewKV) -> None:
-        self._kvs[message.kv] = RequestKV(self._model.forward.uniform_shape, message.num_tokens)
+    def new_kv(self, kv: int, num_tokens: int) -> None:
+        self._kvs[kv] = RequestKV(self._model.forward.uniform_shape, num_tokens)
 
-    @do.register
-    def _(self, message: messages.Reserve) -> None:
-        self._kvs[message.kv].reserve(message.num_tokens)
+    def reserve(self, kv: int, num_tokens: int) -> None:
+        self._kvs[kv].reserve(num_tokens)
 
-    @do.register
-    def _(self, message: messages.Clear) -> None:
-        self._kvs[message.kv].clear(message.start, message.end)
+    def clear(self, kv: int, start: int, end: int) -> None:
+        """Rows ``[start, end)`` become zero."""
+        self._kvs[kv].clear(start, end)
 
-    @do.register
-    def _(self, message: messages.Release) -> None:
-        for number in message.numbers:
+    def release(self, numbers: Sequence[int]) -> None:
+        """Rank 0 has let go of these buffers and chunks."""
+        for number in numbers:
             self._kvs.pop(number, None)
             self._parts.pop(number, None)
 
-    @do.register
-    def _(self, message: messages.Run) -> None:
-        segments = [self._segment(segment) for segment in message.segments]
-        self._hook = segments[-1].hook
+    def run(self, several: Sequence[SegmentMessage]) -> None:
+        """Runs segments, together with all ranks."""
+        segments = [self._segment(message) for message in several]
+        self._hooks = [segment.hook for segment in segments if segment.hook is not None]
         self._model.forward(segments)
 
-    @do.register
-    def _(self, message: messages.Observed) -> torch.Tensor | None:
-        found = None if self._hook is None else self._hook.observed()
-        return None if found is None else found.cpu()
+    def observed(self) -> list[torch.Tensor | None]:
+        """What each hook of the last forward has observed; None for one that observes nothing."""
+        found = [hook.observed() for hook in self._hooks]
+        return [None if seen is None else seen.cpu() for seen in found]
 
-    @do.register
-    def _(self, message: messages.Place) -> None:
-        data, kv = self._parts[message.part], self._kvs[message.kv]
-        where = range(message.start, message.end)
-        how = self._quantizer, message.share, message.turn
-        place_rows(data, message.base, message.offset, where, kv, *how)
+    def place(
+        self,
+        kv: int,
+        part: int,
+        base: int,
+        offset: int,
+        where: range,
+        share: float | None,
+        turn: int,
+    ) -> None:
+        """Copies rows of a chunk as :func:`place_rows` says."""
+        data, to = self._parts[part], self._kvs[kv]
+        place_rows(data, base, offset, where, to, self._quantizer, share, turn)
 
-    @do.register
-    def _(self, message: messages.PackRows) -> int:
-        rows = self._kvs[message.kv].rows(message.start, message.end)
-        like = None if message.like is None else self._parts.get(message.like)
-        data = self._quantizer.pack(rows, message.start, like, message.common)
-        self._parts[message.part] = data
+    def pack(self, part: int, kv: int, start: int, end: int, like: int | None, common: int) -> int:
+        """Keeps a copy of rows ``[start, end)`` as a chunk; returns its bits."""
+        rows = self._kvs[kv].rows(start, end)
+        known = None if like is None else self._parts.get(like)
+        data = self._quantizer.pack(rows, start, known, common)
+        self._parts[part] = data
         return data.bits
 
-    @do.register
-    def _(self, message: messages.Copy) -> None:
-        data = self._parts.get(message.of)
+    def copy(self, part: int, of: int, *, to_host: bool) -> None:
+        """Keeps a chunk a second time, in host memory or in that of the device."""
+        data = self._parts.get(of)
         if data is None:
             return
         try:
-            to_host = message.device_type == "cpu"
             copy = data.map(self._ram.own if to_host else lambda one: one.to(self._device))
         except (MemoryError, RuntimeError):  # no memory: this rank has no such part
             return
-        self._parts[message.part] = copy
+        self._parts[part] = copy
 
-    @do.register
-    def _(self, message: messages.Has) -> bool:
-        return message.part in self._parts
+    def has(self, part: int) -> bool:
+        """Whether a chunk is here."""
+        return part in self._parts
 
-    @do.register
-    def _(self, message: messages.Give) -> KVData | None:
-        data = self._parts.get(message.part)
+    def give(self, part: int) -> KVData | None:
+        """A chunk, in host memory; None if it is not here."""
+        data = self._parts.get(part)
         return None if data is None else data.map(torch.Tensor.cpu)
 
-    @do.register
-    def _(self, message: messages.Take) -> None:
-        self._parts[message.part] = message.data.map(self._ram.own)
+    def take(self, part: int, data: KVData) -> None:
+        """Keeps a chunk that rank 0 has read from a slow tier."""
+        self._parts[part] = data.map(self._ram.own)
 
     @property
     def _device(self) -> torch.device:
         return self._model.device
 
-    def _segment(self, message: messages.SegmentMessage) -> Segment:
+    def _segment(self, message: SegmentMessage) -> Segment:
         positions, absent, hook = message.positions, message.absent, message.hook
         return Segment(
             self._kvs[message.kv],

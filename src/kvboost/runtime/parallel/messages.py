@@ -1,67 +1,30 @@
-"""The messages that rank 0 sends to the other ranks, in order."""
+"""The messages between rank 0 and the other ranks, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from kvboost.cache.quantize import KVData
 from kvboost.model.execution.segment import Hook
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift
 
 
-class Message:
-    answered: ClassVar[bool] = False
-    """Whether rank 0 waits for an answer. A failure is then the answer; of other messages, it ends
-    the rank, because its rows would be wrong."""
-
-
 @dataclass(frozen=True)
-class Load(Message):
-    """Load your part of a model, together with rank 0. There is one model at a time."""
+class Call:
+    """Tells a rank to call ``do``, a method of its ``Follower``."""
 
-    name: str
-    tp_size: int
+    do: Callable[..., Any]
+    args: tuple[Any, ...]
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Serve(Message):
-    """An engine with these options begins; the last one has ended. Its chunks are gone."""
-
-    kv_cache_bits: int
-
-
-@dataclass(frozen=True)
-class NewKV(Message):
-    kv: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Reserve(Message):
-    kv: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Clear(Message):
-    """Rows ``[start, end)`` become zero."""
-
-    kv: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Release(Message):
-    """Rank 0 has let go of these buffers and chunks."""
-
-    numbers: tuple[int, ...]
+    is_answered: bool
+    """Whether rank 0 waits for an answer. A failure is then the answer; of other calls, it ends the
+    rank, because its rows would be wrong."""
+    released: Sequence[int] = ()
+    """The buffers and chunks that rank 0 has let go of before."""
 
 
 @dataclass(frozen=True)
@@ -76,83 +39,6 @@ class SegmentMessage:
     absent: torch.Tensor | None
     until: int | None
     as_stock: bool
-
-
-@dataclass(frozen=True)
-class Run(Message):
-    """Run these segments, together with all ranks."""
-
-    segments: tuple[SegmentMessage, ...]
-
-
-@dataclass(frozen=True)
-class Observed(Message):
-    """Asks for what the hook of the last segment has observed."""
-
-    answered = True
-
-
-@dataclass(frozen=True)
-class Place(Message):
-    """Copy rows of a chunk that begins at position ``base``, from ``offset`` on, into rows
-    ``[start, end)``. With a ``share``, mix them with what is there, which has the rest."""
-
-    kv: int
-    part: int
-    base: int
-    offset: int
-    start: int
-    end: int
-    share: float | None
-    turn: int = 0
-    """How much further keys are rotated than the rows are moved."""
-
-
-@dataclass(frozen=True)
-class PackRows(Message):
-    """Keep a copy of rows ``[start, end)`` as a chunk; the answer is its bits."""
-
-    part: int
-    kv: int
-    start: int
-    end: int
-    like: int | None
-    common: int
-    answered = True
-
-
-@dataclass(frozen=True)
-class Copy(Message):
-    """Keep a chunk a second time, in the memory of another kind of device."""
-
-    part: int
-    of: int
-    device_type: str
-
-
-@dataclass(frozen=True)
-class Has(Message):
-    """Is this chunk here? The answer is a bool."""
-
-    part: int
-    answered = True
-
-
-@dataclass(frozen=True)
-class Give(Message):
-    """This chunk, in host memory; None if it is not here."""
-
-    part: int
-    answered = True
-
-
-@dataclass(frozen=True)
-class Take(Message):
-    """Keep a chunk that rank 0 has read from a slow tier."""
-
-    part: int
-    data: KVData
-    answered = True
 
 
 @dataclass(frozen=True)

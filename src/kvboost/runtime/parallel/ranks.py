@@ -12,11 +12,11 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import distributed
@@ -24,7 +24,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from kvboost.errors import ConfigError, KVBoostError, RankLostError
 from kvboost.runtime.devices import device_of
-from kvboost.runtime.parallel.messages import Failure, Message, Release
+from kvboost.runtime.parallel.messages import Call, Failure
+
+if TYPE_CHECKING:
+    from kvboost.runtime.parallel.follower import Follower
+
+Args = ParamSpec("Args")
+Answer = TypeVar("Answer")
 
 STEP_SECONDS = 300.0
 """How long a rank waits for the others in a forward, and rank 0 for an answer."""
@@ -72,7 +78,7 @@ class Link:
 class Ranks:
     """The other ranks of this process, which is rank 0. Thread-safe.
 
-    Messages arrive in the order in which they are sent. If a rank is lost, or fails in the middle
+    Calls arrive in the order in which they are made. If a rank is lost, or fails in the middle
     of a forward, the ranks are out of step for good: every call from then on raises
     ``RankLostError``.
     """
@@ -84,7 +90,7 @@ class Ranks:
         on_close: Callable[[], None],
     ) -> None:
         self.size = len(links) + 1
-        self._processes = processes
+        self.processes = processes
         self._links = links
         self._on_close = on_close
         self._numbers = iter(range(sys.maxsize))
@@ -98,23 +104,33 @@ class Ranks:
         with self._lock:
             return Handle(next(self._numbers), self._released)
 
-    def cast(self, message: Message) -> None:
-        """Tells all other ranks."""
-        assert not message.answered
+    def cast(
+        self,
+        do: Callable[Concatenate[Follower, Args], None],
+        *args: Args.args,
+        **options: Args.kwargs,
+    ) -> None:
+        """Has all other ranks call a method, and does not wait for it."""
         with self._lock, self._explained():
-            self._send([message] * len(self._links))
+            self._send(do, [args] * len(self._links), options, is_answered=False)
 
-    def ask(self, message: Message) -> list[Any]:
-        """Sends ``message`` to the other ranks and returns their answers, in the order of the
-        ranks."""
-        return self.ask_each([message] * len(self._links))
+    def ask(
+        self,
+        do: Callable[Concatenate[Follower, Args], Answer],
+        *args: Args.args,
+        **options: Args.kwargs,
+    ) -> list[Answer]:
+        """What a method returns on the other ranks, in their order."""
+        assert not options
+        return self.ask_each(do, [args] * len(self._links))
 
-    def ask_each(self, messages: Sequence[Message]) -> list[Any]:
-        """Asks each of the other ranks something of its own. Raises ``RuntimeError`` if one cannot
-        do it, such as for lack of memory."""
-        assert all(message.answered for message in messages)
+    def ask_each(
+        self, do: Callable[..., Answer], several: Sequence[tuple[Any, ...]]
+    ) -> list[Answer]:
+        """The same with arguments for each rank. Raises ``RuntimeError`` if one cannot do it, such
+        as for lack of memory."""
         with self._lock, self._explained():
-            self._send(messages)
+            self._send(do, several, {}, is_answered=True)
             answers = [link.receive(STEP_SECONDS) for link in self._links]
             for rank, answer in enumerate(answers, 1):
                 if isinstance(answer, Failure) and answer.fatal:
@@ -135,7 +151,7 @@ class Ranks:
         """Ends the other ranks."""
         for link in self._links:
             link.close()
-        for process in self._processes:
+        for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
             process.kill()
@@ -144,14 +160,19 @@ class Ranks:
             self.failure = RankLostError("the other ranks of this engine have been closed")
         self._on_close()
 
-    def _send(self, messages: Sequence[Message]) -> None:
+    def _send(
+        self,
+        do: Callable[..., Any],
+        several: Sequence[tuple[Any, ...]],
+        options: Mapping[str, Any],
+        *,
+        is_answered: bool,
+    ) -> None:
         released = []
         while self._released:
             released.append(self._released.popleft())
-        for link, message in zip(self._links, messages, strict=True):
-            if released:
-                link.send(Release(tuple(released)))
-            link.send(message)
+        for link, args in zip(self._links, several, strict=True):
+            link.send(Call(do, args, options, is_answered, released))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -168,7 +189,7 @@ class Ranks:
                 f"{self._reason(error)}; the model is split over {self.size} ranks, which must all "
                 "run, so this engine serves no more requests: close it and make another one"
             )
-            for process in self._processes:
+            for process in self.processes:
                 process.kill()
             if isinstance(error, KVBoostError) or not isinstance(error, Exception):
                 raise  # it says what is wrong, or is an interrupt
@@ -177,7 +198,7 @@ class Ranks:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, _RankFailed):
             return str(error)
-        for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
+        for rank, (process, link) in enumerate(zip(self.processes, self._links, strict=True), 1):
             with suppress(EOFError, TimeoutError):
                 while True:
                     answer = link.receive(REASON_SECONDS)

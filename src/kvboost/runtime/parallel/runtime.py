@@ -21,15 +21,9 @@ from kvboost.model.loading.load import LoadedModel
 from kvboost.model.loading.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.reuse.assemble import Packer
 from kvboost.runtime.backend import MAX_IDLE, Backend, group_format
-from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker, ShardedPool, number_of
-from kvboost.runtime.parallel.messages import (
-    HookMessage,
-    Load,
-    Observed,
-    Run,
-    SegmentMessage,
-    Serve,
-)
+from kvboost.runtime.parallel.chunks import RankShards, ShardedKV, ShardedPacker, number_of
+from kvboost.runtime.parallel.follower import Follower
+from kvboost.runtime.parallel.messages import HookMessage, SegmentMessage
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from kvboost.runtime.runtime import Runtime
 
@@ -43,13 +37,15 @@ class LeadingForward(PartForward):
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         with self._ranks.together():
-            self._ranks.cast(Run(tuple(_describe(segment) for segment in segments)))
+            self._ranks.cast(Follower.run, list(map(_describe, segments)))
             logits = super().__call__(segments)
-            hook = segments[-1].hook
-            own = None if hook is None else hook.observed()
-            if hook is not None and own is not None:
-                assert len(segments) == 1, "a probe runs alone"
-                _add_up(own, self._ranks.ask(Observed()), averages=hook.averages)
+            hooks = [segment.hook for segment in segments if segment.hook is not None]
+            own = [hook.observed() for hook in hooks]
+            if any(seen is not None for seen in own):
+                others = zip(*self._ranks.ask(Follower.observed), strict=True)
+                for hook, seen, parts in zip(hooks, own, others, strict=True):
+                    if seen is not None:
+                        _add_up(seen, parts, averages=hook.averages)
             return logits
 
 
@@ -90,10 +86,10 @@ class ParallelRuntime(Runtime):
         owns_ranks: bool = True,
     ) -> None:
         """``owns_ranks``: whether the other ranks end with the engine."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._owns_ranks = owns_ranks
         try:
-            ranks.cast(Serve(config.kv_cache_bits))
+            ranks.cast(Follower.begin_engine, config.kv_cache_bits)
             super().__init__(model, config, costs)
         except BaseException:
             self._end_ranks()
@@ -101,7 +97,7 @@ class ParallelRuntime(Runtime):
 
     @property
     def failure(self) -> KVBoostError | None:
-        return self._ranks.failure
+        return self.ranks.failure
 
     def close(self) -> None:
         try:
@@ -111,10 +107,10 @@ class ParallelRuntime(Runtime):
 
     def _end_ranks(self) -> None:
         if self._owns_ranks:
-            self._ranks.close()
+            self.ranks.close()
 
     def _make_backend(self) -> Backend:
-        return ParallelBackend(self._ranks, self.model, self._config)
+        return ParallelBackend(self.ranks, self.model, self._config)
 
 
 class ParallelBackend(Backend):
@@ -141,7 +137,8 @@ class ParallelBackend(Backend):
         return replace(tiers, shards=RankShards(self._ranks, tiers.ram, here, all_heads))
 
     def _make_pool(self) -> KVPool:
-        return ShardedPool(self._ranks, self.model.forward.uniform_shape, MAX_IDLE)
+        make = partial(ShardedKV, self._ranks)
+        return KVPool(self.model.forward.uniform_shape, MAX_IDLE, make=make)
 
     def _make_packer(self) -> Packer:
         return ShardedPacker(self._ranks, *self._make_quantizers())
@@ -166,7 +163,7 @@ def load_parallel(
     """Loads a model on all ranks, or ends them; ``options`` are those of ``load_part``."""
     try:
         with ranks.together():
-            ranks.cast(Load(os.fspath(name), ranks.size, options))
+            ranks.cast(Follower.load, os.fspath(name), ranks.size, options)
             leading = partial(LeadingForward, ranks)
             return load_part(name, ranks.size, make_forward=leading, **options)
     except BaseException:
