@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -68,16 +67,3 @@ def bus_bandwidth(device: torch.device, num_bytes: int = 256 << 20) -> float:
         target[:1].tolist()  # waits for the copies
         found.append((time.perf_counter() - started) / 4)
     return num_bytes / min(found)
-
-
-def gpu_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """Name, start and end in microseconds of everything that the GPU does during ``run``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run()
-        torch.cuda.synchronize()
-    found = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in seen.events()
-        if "CUDA" in str(event.device_type)
-    ]
-    return sorted(found, key=lambda kernel: kernel[1])
