@@ -18,6 +18,7 @@ from support.tiny import make_engine, tiny_model
 from support.vision_models import (
     about,
     file_of,
+    forget_images,
     make_vision_model,
     picture,
     stock_inputs,
@@ -114,7 +115,7 @@ def test_a_second_question_about_an_image_does_not_run_the_tower(name: str) -> N
         engine.generate(QUESTION, 1)
         assert towers(engine) == 1
         other = about(IMAGE, "Is it red?", "Look: ")
-        engine._model.vision._kept.clear()  # type: ignore[union-attr]
+        forget_images(engine._model.vision)
         answer = engine.generate(other, 4)
         assert towers(engine) == 1
         assert end_of_exact(answer) >= image_rows(engine, other).stop

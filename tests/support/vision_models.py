@@ -205,3 +205,9 @@ def stock_inputs(name: str, engine: KVBoost, messages: Any) -> dict[str, torch.T
 
 
 _OPTIONS = {"internvl": {"crop_to_patches": True}}
+
+
+def forget_images(tower: Any) -> None:
+    """What was made of images is made again from now on."""
+    for kept in (tower._kept, tower.reader._pixels):
+        kept.__init__(kept.most_bytes, kept._size)
