@@ -82,7 +82,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     return Report(
         found,
         shown=_tables(found),
-        goals=_goals(settings, found),
+        goals=goals_of(settings, found),
         draw=lambda title: _draw(found, title),
         problems=problems,
     )
@@ -204,7 +204,7 @@ class _Run:
             given = [
                 engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)
             ]
-            far = engine._runtime.pool.far
+            far = engine.runtime.pool.far
             num_far = far.num_lent if isinstance(far, FarStore) else 0
             return [one.token_ids for one in given], given[1].exact_tokens, num_far
 
@@ -344,7 +344,7 @@ def _tables(found: dict[str, Any]) -> list[Any]:
     return [*told, "; ".join(lines)]
 
 
-def _goals(settings: Settings, found: dict[str, Any]) -> list[Goal]:
+def goals_of(settings: Settings, found: dict[str, Any]) -> list[Goal]:
     paces, limits = found["tokens_per_s"], found.get("limits", {})
     ours, stock = paces.get(BOTH), paces.get(STOCK)
     is_bounded = ours and "bus_bytes_per_s" in limits

@@ -29,6 +29,7 @@ from benchmarks.shapes import (
     SHAPES,
     device_for,
     number_tokenizer,
+    pack_randomly,
     random_model,
     step_bytes,
 )
@@ -44,6 +45,7 @@ from kvboost.bench.kit.timing import Contender, interleave, take_turns
 from kvboost.config import DEFAULT_RATIO
 from kvboost.errors import KVBoostError
 from kvboost.model.loading.machine import copy_bandwidth
+from kvboost.model.quantized.layers import weights_of
 
 OURS, VLLM, STOCK, BATCHING = "KVBoost", "vLLM", "transformers", "continuous batching"
 READ, KNOWN, IN_RAM, ON_DISK, MOVED = "new", "known", "known, RAM", "known, disk", "moved"
@@ -63,6 +65,8 @@ GOALS: tuple[tuple[str | None, str, int, float], ...] = (
 )
 """Shape (any if None), what, at how many tokens or requests, and the most that it may take as a
 share of vLLM's time; in the order of the benchmark's goals."""
+IN_MXFP4 = "gpt-oss-20b"
+"""The shape that ``--mxfp4`` is for."""
 SHORT, LONG = 16, 80
 """Tokens of the two answers whose difference is measured."""
 DOCUMENTS = 3
@@ -90,11 +94,16 @@ class Settings(benchmark.Settings):
     rounds: int = option(5, ROUNDS, least=1, most=50)
     vllm: str | None = option(None, "A Python that has vLLM: it runs there too.")
     ours_only: bool = option(False, "Measure neither transformers nor its continuous batching.")
+    mxfp4: bool = option(
+        False, "KVBoost alone has experts in MXFP4, of the shape gpt-oss-20b; vLLM in bfloat16."
+    )
     profile: bool = option(False, "Also show the kernels of reading and of steps.")
 
 
 def run(settings: Settings, bench: Bench) -> Report:
     device = device_for("gpu", settings.shapes)
+    if settings.mxfp4 and set(settings.shapes) != {IN_MXFP4}:
+        raise KVBoostError(f"--mxfp4 is for --shape {IN_MXFP4}, not {', '.join(settings.shapes)}")
     bench.describe(device, DTYPES[device])
     problems: list[str] = []
     found = {shape: _measure(shape, device, settings, bench, problems) for shape in settings.shapes}
@@ -118,14 +127,15 @@ def _measure(
     if settings.vllm is not None:
         attempt(VLLM, partial(_vllm, settings, bench, shape))
     found: dict[str, Any] = {"times": times, "notes": []}
-    attempt(f"{OURS}: the model", lambda _: found.update(model=_model(shape, device)))
+    attempt(f"{OURS}: the model", lambda _: found.update(model=_model(shape, device, settings)))
     if (model := found.pop("model", None)) is None:
         return found
     ours = Ours(model, settings, bench)
     attempt(f"{OURS}: GPU memory", ours.in_gpu_memory)
     attempt(f"{OURS}: RAM", ours.in_ram)
     attempt(f"{OURS}: disk", ours.on_disk)
-    if not settings.ours_only:
+    found["weights"] = weights_of(model)
+    if not settings.ours_only and not settings.mxfp4:  # transformers would expand the experts
         attempt(STOCK, partial(_stock, StockModel(model), settings))
         attempt(BATCHING, partial(_continuous_batching, StockModel(model), settings))
     copied = copy_bandwidth(device)
@@ -133,9 +143,10 @@ def _measure(
     return found | {"notes": ours.notes}
 
 
-def _model(shape: str, device: str) -> Any:
+def _model(shape: str, device: str, settings: Settings) -> Any:
     torch.manual_seed(0)
-    return random_model(shape, device, DTYPES[device])
+    model = random_model(shape, device, DTYPES[device])
+    return pack_randomly(model) if settings.mxfp4 else model
 
 
 class Ours:
@@ -382,6 +393,8 @@ def _table(shape: str, one: dict[str, Any]) -> RenderableType:
             cells.append(f"{one['limit_ms'] / some[at]:.0%}" if what == STEP else "")
             rows.append((f"{what}, {at:,}", *cells))
     title = f"{shape}: ms to the first token by tokens, and per step by requests"
+    if (weights := one.get("weights", "plain")) != "plain":
+        title += f" ({OURS}: {weights}; {VLLM}: plain, bfloat16)"
     return table(title, ("",), (*times, "÷ vLLM", "of the limit"), rows)
 
 

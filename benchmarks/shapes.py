@@ -10,6 +10,8 @@ import torch
 
 from kvboost.errors import KVBoostError
 from kvboost.model.loading.experts import idle_weights
+from kvboost.model.quantized.experts import PRODUCTS, num_packed, pack_experts
+from kvboost.model.quantized.mxfp4 import GROUP, SCALE_BIAS, WORDS, Mxfp4Weight
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads
@@ -126,6 +128,25 @@ def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) ->
         torch.set_default_dtype(previous)
 
 
+def pack_randomly(model: Any) -> Any:
+    """Puts random MXFP4 weights in the place of the experts', about as large as transformers'
+    random ones."""
+    for module in model.modules():
+        if any(name not in module._parameters for name in PRODUCTS):
+            continue
+        packed = {}
+        for name in PRODUCTS:
+            plain = getattr(module, name)
+            experts, depth, width = plain.shape
+            shape = (experts, -(-depth // GROUP), width)
+            codes = torch.randint(-(2**31), 2**31, (*shape, WORDS), device=plain.device)
+            four = int.from_bytes(bytes([SCALE_BIAS - 7] * 4), "little")
+            scales = torch.full(shape, four, dtype=torch.int32, device=plain.device)
+            packed[name] = Mxfp4Weight(codes.int(), scales, depth)
+        pack_experts(module, packed)
+    return model
+
+
 def device_for(benchmark: str, shapes: Sequence[str]) -> str:
     """cuda, or cpu for the tiny shape where there is no GPU; no other shape runs there."""
     if torch.cuda.is_available():
@@ -156,6 +177,7 @@ def step_bytes(model: Any) -> int:
     """The bytes of weights that a decode step of one request reads: of experts, those that a token
     chooses, and all others but an embedding of its own, of which it reads a row."""
     every: int = sum(weight.nbytes for weight in model.parameters())
+    every += num_packed(model, in_bytes=True)
     every -= idle_weights(model, in_bytes=True)
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding

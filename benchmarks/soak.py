@@ -104,7 +104,6 @@ def soak(
     engine = KVBoost(
         model,
         EngineConfig(
-            max_chunks=CHUNKS,
             max_cache_bytes=CHUNKS * chunk_bytes,
             max_pinned_bytes=CHUNKS * chunk_bytes // 4,
             disk_cache_dir=folder,
@@ -350,8 +349,6 @@ def _check_budgets(engine: KVBoost, seen: Soak) -> None:
     for name in ("ram", "disk"):
         if tiers[name]["bytes"] > tiers[name]["max_bytes"]:
             seen.problems.append(f"{name} holds {tiers[name]['bytes']} bytes")
-    if tiers["ram"]["chunks"] > CHUNKS:
-        seen.problems.append(f"{tiers['ram']['chunks']} chunks in memory")
 
 
 def used_mb(device: torch.device) -> float:

@@ -66,7 +66,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     ids = torch.randint(1, VOCABULARY, (length,)).tolist()
     prefix = ids[: settings.tokens]
     engine = KVBoost.from_model(model, number_tokenizer(VOCABULARY))
-    forward = engine._model.forward
+    forward = engine.model.forward
 
     def seconds(mode: GenerationMode, number: int) -> tuple[float, int]:
         question = ids[settings.tokens + number * QUESTION :][:QUESTION]
@@ -90,7 +90,7 @@ def run(settings: Settings, bench: Bench) -> Report:
             "weights": sum(weight.numel() for weight in model.parameters()),
             "state_bytes": forward.states.nbytes,
             "kv_bytes_per_token": forward.shape.row_bytes,
-            "state_every": engine._runtime.backend.state_every,
+            "state_every": engine.runtime.backend.state_every,
             "read_s": read_s,
             "resumed_s": resumed_s,
             "resumed_over_read": resumed_s / read_s,

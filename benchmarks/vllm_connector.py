@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.shapes import EXPERTS, SHAPES, config_of
+from kvboost.config import DEFAULT_RATIO
 
 PASSAGES = 8
 HEADER = QUESTION = 32
@@ -34,7 +35,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=(*SHAPES, *EXPERTS), default="7b")
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--ratio", type=float, default=DEFAULT_RATIO)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--gpu-cache", default="24GiB", help="chunks kept on the GPU")
     parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")

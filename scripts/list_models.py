@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.model.fit.features import Features, features
+from kvboost.model.quantized.safetensors import MXFP4
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -125,7 +126,7 @@ def family_rows(found: Sequence[Family]) -> list[str]:
     """One row for all families of which the same can be said, the largest group first."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(found, key=lambda family: family.name):
-        its = replace(family.features, packed=_in_gguf(family.features))
+        its = replace(family.features, packed=_packed(family.features))
         cells = (*map(_cell, astuple(its)), family.measured.keys)
         groups.setdefault(cells, []).append(f"`{family.name}`")
     heads = ("Families", "Exact", "Moved", "Images", "Batch", "Pages", "Adapters", "Packed")
@@ -136,7 +137,9 @@ def family_rows(found: Sequence[Family]) -> list[str]:
     return rows
 
 
-def _in_gguf(of: Features) -> str:
+def _packed(of: Features) -> str:
+    if of.packed.startswith(MXFP4):
+        return "MXFP4"
     return "yes" if of.packed.startswith("GGUF") else "no"
 
 

@@ -74,7 +74,7 @@ def set_up(name: str, progress: Progress) -> None:
         venv.create(folder, with_pip=True)
         _install(name, step)
     if has_node_packages:
-        _install_node_packages(name)
+        install_node_packages(name)
     _copy_program(name)
     ready.write_text(listed)
 
@@ -130,7 +130,7 @@ def _install(name: str, step: Step) -> None:
         raise KVBoostError(f"pip could not install it on {platform.machine()}:\n{why}")
 
 
-def _install_node_packages(name: str) -> None:
+def install_node_packages(name: str) -> None:
     """Installs the packages of scripts/peers/NAME, for Node.js. Without npm it does nothing; the
     tests that need them then say so."""
     if shutil.which("npm") is None:

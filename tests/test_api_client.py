@@ -29,7 +29,7 @@ def test_a_refusal_says_what_the_server_says(
     def refuse(*_: Any, **__: Any) -> None:
         raise HTTPError("http://here", 502, "Bad Gateway", Message(), io.BytesIO(body))
 
-    monkeypatch.setattr(api_client._OPENER, "open", refuse)
+    monkeypatch.setattr(api_client.OPENER, "open", refuse)
     with pytest.raises(ServerError, match=said) as error:
         api_client.ApiClient("http://here", None, "vLLM's API").send("/v1/models")
     assert len(str(error.value)) < api_client.MOST_SAID + 100
@@ -45,7 +45,7 @@ def test_a_refusal_says_what_the_server_says(
 def test_an_answer_that_is_no_object_or_too_long_is_refused(
     body: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_client._OPENER, "open", lambda *_, **__: io.BytesIO(body))
+    monkeypatch.setattr(api_client.OPENER, "open", lambda *_, **__: io.BytesIO(body))
     if "more" in said:
         monkeypatch.setattr(api_client, "MOST_BYTES", 100)
     with pytest.raises(ServerError, match=said):

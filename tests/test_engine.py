@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,11 +26,14 @@ from kvboost import (
 from kvboost.model.execution.sampling import Sampler
 from kvboost.results import PHASES
 from support.batches import on_buffers
+from support.forwards import intercept
 from support.tiny import (
     CONTEXT,
     EOS,
     byte_tokenizer,
+    chunk_bytes,
     dynamic_model,
+    in_slices,
     longrope_model,
     make_engine,
     tiny_model,
@@ -70,14 +74,13 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
 
 
 def test_only_baseline_makes_stock_transformers_calls(engine, monkeypatch) -> None:
-    forward, seen = engine._model.forward, []
-    run = forward._run_packed
+    seen = []
 
-    def noted(segments):
+    def noted(run, segments, cache):
         seen.append([segment.as_stock for segment in segments])
-        return run(segments)
+        return run(segments, cache)
 
-    monkeypatch.setattr(forward, "_run_packed", noted)
+    intercept(engine, monkeypatch, noted)
     for mode in GenerationMode:
         engine.generate(TEXT, 1, mode, cache_salt=mode.value)
     assert seen == [[True], [False], [False]]
@@ -92,7 +95,7 @@ def test_salts_never_share(engine) -> None:
 
 def test_two_models_dtypes_or_adapters_never_share() -> None:
     def fingerprint(model):
-        return make_engine(model)._model.fingerprint
+        return make_engine(model).model.fingerprint
 
     base = fingerprint(tiny_model("llama"))
     assert base == fingerprint(tiny_model("llama"))
@@ -132,10 +135,10 @@ def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypa
     engine.warm(TEXT, header="")
     before = engine.cache_stats()
 
-    def broken(segments):
+    def broken(*given):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._model.forward, "_run", lambda *args: broken(args))
+    intercept(engine, monkeypatch, broken)
     stream = engine.stream(TEXT + "more and more", 5, EXACT)
     with pytest.raises(MemoryError):
         next(stream)
@@ -151,14 +154,14 @@ def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     monkeypatch.setattr("kvboost.runtime.runtime.INITIAL_ANSWER_ROWS", 1)
     monkeypatch.setattr("kvboost.model.execution.kv._ROUND", 1)
-    engine._runtime.pool.clear()
+    engine.runtime.pool.clear()
     grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert grown == expected
-    assert engine._runtime.pool._idle[0].capacity == 2 * 251
+    assert engine.runtime.pool._idle[0].capacity == 2 * 251
 
 
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
-    tokenizer = engine._model.tokenizer
+    tokenizer = engine.model.tokenizer
     half = tokenizer.encode("é")[0]
     monkeypatch.setattr(Sampler, "__call__", lambda *_: (half, None))
     result = engine.generate(TEXT, 1, stop="\ufffd")
@@ -234,14 +237,14 @@ def test_chat_messages_that_cannot_be_read_are_refused(engine) -> None:
 
 
 def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine._model.tokenizer.hf, "chat_template", None)
+    monkeypatch.setattr(engine.model.tokenizer.hf, "chat_template", None)
     with pytest.raises(PromptError, match="no chat template"):
         engine.chat([{"role": "user", "content": "a"}])
 
 
 def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
     whole = make_engine(tiny_model("llama"))
-    sliced = make_engine(tiny_model("llama"), prefill_slice=16)
+    sliced = in_slices(make_engine(tiny_model("llama")), 16)
     prompt = [number * 7 % 256 for number in range(120)]
     expected = whole.generate(prompt, 8, GenerationMode.BASELINE).token_ids
     assert sliced.generate(prompt, 8, EXACT).token_ids == expected
@@ -264,7 +267,7 @@ def test_an_answer_that_crosses_the_switch_is_what_a_full_prefill_gives_and_not_
 
 @pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
 def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model) -> None:
-    engine = make_engine(make_model(), prefill_slice=16)
+    engine = in_slices(make_engine(make_model()), 16)
     short, long = [number * 5 % 256 for number in range(40)], list(range(100))
     engine.warm(short)
     assert engine.generate([*short, 1], 4, EXACT).exact_tokens == 40
@@ -279,17 +282,14 @@ def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model)
 def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> None:
     """Planning and every forward are made to take a known while: no time may go unreported, and
     none that did not pass may be reported."""
-    forward, lookup = engine._model.forward._run, engine._runtime.store.lookup
+    lookup = engine.runtime.store.lookup
 
-    def slow(call):
-        def slowed(*arguments, **options):
-            time.sleep(0.02)
-            return call(*arguments, **options)
+    def slowly(call, *arguments, **options):
+        time.sleep(0.02)
+        return call(*arguments, **options)
 
-        return slowed
-
-    monkeypatch.setattr(engine._model.forward, "_run", slow(forward))
-    monkeypatch.setattr(engine._runtime.store, "lookup", slow(lookup))
+    intercept(engine, monkeypatch, slowly)
+    monkeypatch.setattr(engine.runtime.store, "lookup", partial(slowly, lookup))
     start = time.perf_counter()
     stream = engine.stream(TEXT, 12, EXACT, ignore_eos=True)
     next(stream)
@@ -330,7 +330,7 @@ def test_an_unclosed_stream_takes_no_lock_when_it_is_collected(engine) -> None:
     """The collector may run in a thread that holds our locks; here this very thread does."""
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
-    with engine._runtime.store._admission, engine._runtime.store._lock, engine._runtime.pool._lock:
+    with engine.runtime.store._admission, engine.runtime.store.lock, engine.runtime.pool._lock:
         del stream
         gc.collect()
     assert engine.generate(TEXT, 3, EXACT).cached_tokens == 0
@@ -363,7 +363,7 @@ def test_a_closed_engine_raises_and_restores_the_model() -> None:
 
 
 def test_adapters_switched_at_run_time_never_share(engine, monkeypatch) -> None:
-    model = engine._model.forward.model
+    model = engine.model.forward.model
     monkeypatch.setattr(model, "_hf_peft_config_loaded", True)
     active = ["first"]
     monkeypatch.setattr(model, "active_adapters", lambda: active)
@@ -389,7 +389,8 @@ def test_statistics_add_up(engine) -> None:
 
 
 def test_threads_get_the_answers_they_would_get_alone() -> None:
-    engine = make_engine(tiny_model("llama"), max_chunks=12)
+    model = tiny_model("llama")
+    engine = make_engine(model, max_cache_bytes=12 * chunk_bytes(model))
     prompts = [f"{TEXT}{'ab' * (number % 4)}{number % 3}" for number in range(12)]
     expected = [engine.generate(prompt, 6, GenerationMode.BASELINE).token_ids for prompt in prompts]
     answers: dict[int, list[int]] = {}
@@ -408,12 +409,14 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
 
 
 def test_a_small_cache_changes_speed_and_nothing_else() -> None:
-    engine = make_engine(tiny_model("llama"), max_chunks=2)
+    model = tiny_model("llama")
+    most = 2 * chunk_bytes(model)
+    engine = make_engine(model, max_cache_bytes=most)
     for number in range(8):
         prompt = TEXT * 2 + str(number)
         expected = engine.generate(prompt, 5, GenerationMode.BASELINE).token_ids
         assert engine.generate(prompt, 5, EXACT).token_ids == expected
-        assert engine.cache_stats()["hot_chunks"] <= 2
+        assert 0 < engine.cache_stats()["tiers"]["ram"]["bytes"] <= most
     nothing = make_engine(tiny_model("llama"), max_cache_bytes=0)
     assert nothing.generate(TEXT, 3, EXACT).token_ids == nothing.generate(TEXT, 3).token_ids
     assert nothing.cache_stats()["hot_chunks"] == 0
@@ -422,7 +425,7 @@ def test_a_small_cache_changes_speed_and_nothing_else() -> None:
 def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
     engine.generate(TEXT, 1)
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
-        engine._model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
+        engine.model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
 
 
 def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:

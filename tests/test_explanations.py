@@ -164,7 +164,7 @@ def test_text_that_was_evicted() -> None:
 def test_a_longer_chunk_that_replaces_a_shorter_one_is_no_loss(engine) -> None:
     engine.warm(HEAD[:40], header="")
     engine.warm(HEAD, header="")
-    assert engine._runtime.store._holdings.departed.until(time.time()) == []
+    assert engine.runtime.store.holdings.departed.until(time.time()) == []
 
 
 def test_moving_that_would_not_be_faster_names_both_costs(engine, monkeypatch) -> None:
@@ -244,7 +244,7 @@ def test_what_is_shown_has_no_controls_of_a_terminal(engine) -> None:
 def test_a_result_can_be_pickled_and_keeps_no_engine_alive() -> None:
     engine = make_engine(tiny_model("llama"))
     result = engine.generate(text(1), 1)
-    store = weakref.ref(engine._runtime.store)
+    store = weakref.ref(engine.runtime.store)
     engine.close()
     del engine
     assert reasons(result.explain()) == [(Why.NEW, 100)]
@@ -260,7 +260,7 @@ def test_a_result_can_be_pickled_and_keeps_no_engine_alive() -> None:
 def test_an_explanation_costs_a_request_nothing_per_chunk(engine, monkeypatch) -> None:
     """Neither text nor chunks are looked at until someone asks."""
     decoded = []
-    monkeypatch.setattr(engine._runtime.planner, "_decode", lambda ids: decoded.append(ids) or "")
+    monkeypatch.setattr(engine.runtime.planner, "_decode", lambda ids: decoded.append(ids) or "")
     report = engine.plan(HEAD)
     assert decoded == [] and len(report.facts.follows) == 0
     report.explain()

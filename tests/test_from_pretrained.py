@@ -23,7 +23,7 @@ def no_loading(monkeypatch) -> None:
     [
         ("max_cache_byte", 1, "did you mean 'max_cache_bytes'"),
         ("max_cache_bytes", "lots", "max_cache_bytes='lots'"),
-        ("prefill_chunk_size", 512, r"prefill_chunk_size was removed.*prefill_slice"),
+        ("prefill_chunk_size", 512, "prefill_chunk_size was removed.*in slices"),
         ("awq_path", "folder", r"awq_path was removed in 1.0.*weights='packed'"),
     ],
 )

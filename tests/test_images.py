@@ -14,7 +14,8 @@ from kvboost.results import GenerationResult, SpanKind
 from kvboost.runtime import idle_work, planner, prefill
 from kvboost.tokens.images import PlacedImages
 from support.adapters import write_adapter
-from support.tiny import make_engine, tiny_model
+from support.requests import begin
+from support.tiny import in_slices, make_engine, tiny_model
 from support.vision_models import (
     about,
     file_of,
@@ -42,7 +43,7 @@ def logits_of(engine: KVBoost, messages: Any, mode: str = "baseline", **options:
 
 def towers(engine: KVBoost) -> int:
     """How many images have gone through the tower."""
-    vision = engine._model.vision
+    vision = engine.model.vision
     assert not isinstance(vision, str)
     return vision.num_images
 
@@ -104,7 +105,7 @@ def test_exact_reuse_may_end_anywhere_also_inside_an_image(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_slices_do_not_change_the_logits(name: str) -> None:
-    with vision_engine(name, prefill_slice=8) as engine:
+    with in_slices(vision_engine(name), 8) as engine:
         sliced = engine.score(QUESTION, FOLLOW, "prefix_cache").logits
         assert (sliced - logits_of(engine, QUESTION)).abs().max() < 1e-3
 
@@ -115,7 +116,7 @@ def test_a_second_question_about_an_image_does_not_run_the_tower(name: str) -> N
         engine.generate(QUESTION, 1)
         assert towers(engine) == 1
         other = about(IMAGE, "Is it red?", "Look: ")
-        forget_images(engine._model.vision)
+        forget_images(engine.model.vision)
         answer = engine.generate(other, 4)
         assert towers(engine) == 1
         assert end_of_exact(answer) >= image_rows(engine, other).stop
@@ -188,7 +189,7 @@ def test_a_repair_in_slices_equals_a_full_prefill(name: str) -> None:
     text = about(IMAGE, "Now tell me what can be seen on this picture, and what not.")
     later = about(IMAGE, text[0]["content"][1]["text"], "Please: ")
     options: Any = {"reuse_moved": "always", "recompute_ratio": 1.0}
-    with vision_engine(name, prefill_slice=8) as engine:
+    with in_slices(vision_engine(name), 8) as engine:
         engine.generate(text, 1)
         score = engine.score(later, FOLLOW, **options)
         assert any(span.kind is SpanKind.MOVED for span in score.reuse.spans)
@@ -275,9 +276,9 @@ def test_moved_images_are_healed(name: str) -> None:
 def test_a_part_of_an_image_is_not_healed() -> None:
     """As after a request that was cancelled when only approximate rows were in place."""
     with vision_engine("gemma3") as engine:
-        state = engine._requests.begin(QUESTION, 1, "chunk_kv_reuse", {})
+        state = begin(engine, QUESTION, mode="chunk_kv_reuse")
         state.exact_rows = 1
-        rows, queue = image_rows(engine, QUESTION), engine._runtime.idle_work
+        rows, queue = image_rows(engine, QUESTION), engine.runtime.idle_work
         queue.add_unhealed(state, state.request.token_ids[: rows.start + 3], takes_likeliest=False)
         waiting = queue.take()
         assert waiting is not None and waiting.num_rows == rows.start
@@ -300,9 +301,9 @@ def test_files_of_images_that_wait_to_be_healed_have_a_budget(
         )
         assert first.healing is not None and second.healing is not None
         assert [first.healing.status, second.healing.status] == ["dropped", "waiting"]
-        assert engine._runtime.idle_work.conversations.num_bytes > 0
+        assert engine.runtime.idle_work.conversations.num_bytes > 0
         engine.heal()
-        assert engine._runtime.idle_work.conversations.num_bytes == 0
+        assert engine.runtime.idle_work.conversations.num_bytes == 0
 
 
 @pytest.mark.parametrize("chunking", ("semantic", "document"))

@@ -26,6 +26,7 @@ from support.live_server import live_server
 from support.load_script import load_script
 from support.page_code import (
     FENCE,
+    PAGES,
     ROOT,
     Example,
     commands,
@@ -33,15 +34,10 @@ from support.page_code import (
     examples,
     inline_mistakes,
     mistakes,
+    name_of,
     unknown_extras,
 )
 
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "research").glob("*.md")),
-    ROOT / "examples" / "README.md",
-]
 RUNNABLE = (
     *("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md"),
     *("docs/howto/agents.md", "docs/howto/explain.md", "docs/reference.md"),
@@ -53,10 +49,6 @@ SERVER = "http://127.0.0.1:8000"
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 QUOTED_FILE = re.compile(r"(?<![\w/.-])(?:benchmarks|scripts|examples|tests)/[\w/.-]+\.\w+")
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

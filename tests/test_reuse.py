@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost, SpanKind
-from kvboost.config import CONTROL, STRATEGIES
+from kvboost.config import CONTROLS, STRATEGIES
 from support.prompts import (
     BASELINE,
     EXACT,
@@ -20,7 +20,7 @@ from support.prompts import (
     prompt_of,
     words,
 )
-from support.tiny import CONTEXT, make_engine, tiny_model
+from support.tiny import CONTEXT, in_slices, make_engine, tiny_model
 
 ALL = {"recompute_strategy": "query", "recompute_ratio": 1.0}
 
@@ -50,7 +50,7 @@ def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine
     check()
 
 
-@pytest.mark.parametrize("strategy", (*STRATEGIES, CONTROL))
+@pytest.mark.parametrize("strategy", (*STRATEGIES, *CONTROLS))
 def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strategy) -> None:
     engine.warm(prompt_of([0, 1, 2, 3]))
     prompt = prompt_of([3, 1, 0, 2])
@@ -84,12 +84,11 @@ def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strat
     assert moved >= set(result.reuse.recomputed)
 
 
-def test_seams_are_repaired_on_both_sides() -> None:
-    with make_engine(tiny_model("llama"), recompute_overlap=5) as engine:
-        engine.warm([*HEADER, *PASSAGES[0]])
-        engine.warm([*HEADER, *PASSAGES[2]])
-        prompt = prompt_of([1, 0, 3, 2])
-        result = engine.generate(prompt, 1, recompute_strategy="selective")
+def test_seams_are_repaired_on_both_sides(engine, monkeypatch) -> None:
+    monkeypatch.setattr("kvboost.reuse.repair.OVERLAP", 5)
+    engine.warm([*HEADER, *PASSAGES[0]])
+    engine.warm([*HEADER, *PASSAGES[2]])
+    result = engine.generate(prompt_of([1, 0, 3, 2]), 1, recompute_strategy="selective")
     first = len(HEADER) + len(PASSAGES[1])
     assert result.reuse.recomputed[:10] == (
         *range(first, first + 5),
@@ -106,7 +105,7 @@ def test_cacheblend_recomputes_the_rows_that_deviate_most(engine) -> None:
     stale = full_kv(engine, [*HEADER, *PASSAGES[0]])
     rows, donor = slice(30, 70), slice(len(HEADER), len(HEADER) + 40)
     moved = torch.empty_like(stale[0, :, :, donor])
-    engine._runtime.backend.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
+    engine.runtime.backend.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
     distance = (kv[0, 1, :, rows] - moved[1]).square() + (
         kv[1, 1, :, rows] - stale[1, 1, :, donor]
     ).square()
@@ -133,8 +132,8 @@ def full_kv(engine: KVBoost, ids: list[int]) -> torch.Tensor:
     from kvboost.model.execution.kv import RequestKV
     from kvboost.model.execution.segment import Segment
 
-    kv = RequestKV(engine._model.forward.shape, len(ids))
-    engine._model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
+    kv = RequestKV(engine.model.forward.shape, len(ids))
+    engine.model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
     return kv.rows(0, len(ids))
 
 
@@ -178,8 +177,8 @@ def test_prefix_mode_and_other_salts_never_see_moved_text(engine) -> None:
 
 def test_slices_repair_like_one_forward() -> None:
     logits = []
-    for prefill_slice in (None, 7, 30):
-        with make_engine(tiny_model("llama"), prefill_slice=prefill_slice) as engine:
+    for slice_rows in (1024, 7, 30):
+        with in_slices(make_engine(tiny_model("llama")), slice_rows) as engine:
             engine.warm(prompt_of([0, 1, 2, 3]))
             prompt = prompt_of([3, 1, 0, 2])
             scored = engine.score(prompt, words(9, 12), MOVED, recompute_strategy="cacheblend")
@@ -274,7 +273,7 @@ def test_originals_are_preferred_to_copies(engine) -> None:
     (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
     donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
     lineages = {
-        engine._runtime.store._holdings.catalogue.info(donor).lineage.value for donor in donors
+        engine.runtime.store.holdings.catalogue.info(donor).lineage.value for donor in donors
     }
     assert root in donors and lineages == {"exact"}
 
@@ -295,7 +294,7 @@ def test_uninitialised_rows_do_not_reach_the_probe(engine) -> None:
     options = {"recompute_strategy": "query", "recompute_ratio": 0.2, "keep": False}
     chosen = []
     for value in (0.0, float("nan")):
-        with engine._runtime.pool.lend(CONTEXT * 2) as kv:
+        with engine.runtime.pool.lend(CONTEXT * 2) as kv:
             kv.data.fill_(value)
         chosen.append(engine.generate(prompt, 1, **options).reuse.recomputed)
     assert chosen[0] == chosen[1] and len(chosen[0]) > 10

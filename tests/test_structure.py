@@ -151,3 +151,42 @@ def test_no_test_imports_a_test_and_helpers_are_in_support() -> None:
     for path in tests.rglob("*.py"):
         for name in re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE):
             assert not re.search(r"\btest_", name), f"{path}: {name}"
+
+
+KERNELS = {"support/compile_kernels.py", "model/triton/test_warm.py"}
+"""They name every kernel, and kernels have no public names."""
+MOST_PRIVATE_LINES = 154
+"""A neighbour looks at public names. Lower this when there are fewer; do not raise it."""
+
+
+def private_names() -> set[str]:
+    """Those that the package, the benchmarks and the scripts define."""
+    root = Path(__file__).parents[1]
+    defines = (
+        r"(?:def|class) (_[A-Za-z]\w*)|self\.(_[A-Za-z]\w*)(?:: .*)? = |^(_[A-Za-z]\w*)(?:: .*)? = "
+    )
+    return {
+        name
+        for folder in (SRC, root / "benchmarks", root / "scripts")
+        for path in folder.rglob("*.py")
+        for groups in re.findall(defines, path.read_text(), re.MULTILINE)
+        for name in groups
+    } - {"", "_replace"}
+
+
+def test_tests_look_through_public_names() -> None:
+    tests, private, lines = Path(__file__).parent, private_names(), []
+    reaches = (
+        r"(?<!\bself)(?<!\bcls)\.(_\w+)|import .*?\b(_\w+)|setattr\([^()\"]*\"(?:[\w.]*\.)?(_\w+)"
+    )
+    for path in sorted(tests.rglob("*.py")):
+        place = path.relative_to(tests).as_posix()
+        text = path.read_text()
+        found = {
+            text.count("\n", 0, match.end()) + 1
+            for match in re.finditer(reaches, text)
+            if private & set(match.groups())
+        }
+        if place not in KERNELS:
+            lines += [f"{place}:{line}" for line in sorted(found)]
+    assert len(lines) <= MOST_PRIVATE_LINES, "\n".join(lines)

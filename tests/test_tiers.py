@@ -102,12 +102,12 @@ def test_a_growing_chat_in_four_bits_is_quantized_once(open_engine) -> None:
     words = random.Random(0)
     engine = open_engine(kv_cache_bits=4, chunk_size=128)
     ids = [words.randrange(200) for _ in range(128)]
-    store = engine._runtime.store
+    store = engine.runtime.store
     before = {}
     for end in range(20, 129, 9):
         result = engine.generate(ids[:end], 1, PREFIX)
-        (key,) = store._holdings.catalogue
-        tensors = store._holdings.residency.ready(key).data.tensors
+        (key,) = store.holdings.catalogue
+        tensors = store.holdings.residency.ready(key).data.tensors
         for name, packed in before.items():
             assert torch.equal(tensors[name][:, :, : packed.shape[2]], packed)
         before = {name: tensors[name] for name in ("keys", "keys_range", "values", "values_range")}

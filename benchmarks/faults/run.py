@@ -60,7 +60,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the small model gains nothing from more
     try:
-        tried = [_try(name, faults, times) for name, faults, times in plan]
+        tried = [attempt(name, faults, times) for name, faults, times in plan]
     finally:
         torch.set_num_threads(threads)
     return Report(
@@ -74,7 +74,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     )
 
 
-def _try(name: str, faults: Faults, times: int) -> Case:
+def attempt(name: str, faults: Faults, times: int) -> Case:
     """All attempts of one kind; what goes wrong between two attempts is a failure as well."""
     case = Case(name)
     with (

@@ -48,7 +48,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     return Report(
         {"streaming": {settings.shape: found}},
         [_table(settings.shape, found), _projection(found)],
-        _goals(settings.shape, found),
+        goals_of(settings.shape, found),
         partial(_draw, found) if found["runs"] else None,
         problems,
     )
@@ -80,7 +80,7 @@ def _projection(found: dict[str, Any]) -> str:
     return f"limits of other buses for one request, in tokens/s: {others}{told}"
 
 
-def _goals(shape: str, found: dict[str, Any]) -> list[Goal]:
+def goals_of(shape: str, found: dict[str, Any]) -> list[Goal]:
     runs = found["runs"]
     one, eight, code = (runs.get(name, {}) for name in (ONE, EIGHT, CODE))
     peak, memory = found.get("peak_reserved"), found["device_memory"]

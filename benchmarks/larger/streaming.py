@@ -113,7 +113,7 @@ def make_engine(
         return place(model, device, budget, CudaSlots if on_gpu else HostSlots)
 
     engine = KVBoost(wrap(model, number_tokenizer(), name=shape, own=on_gpu, move=move), config)
-    placement = engine._model.placement
+    placement = engine.model.placement
     say((placement.note if placement else None) or "all layers fit")
     return engine
 
@@ -245,7 +245,7 @@ def _drafted(engine: KVBoost, steps: int) -> Pace:
 def _code_edited(engine: KVBoost) -> Pace:
     """A function is given back with one name changed, drafted from the prompt. Weights are random,
     so the answer is the right one, whatever the model computes."""
-    model = engine._model.forward.model
+    model = engine.model.forward.model
 
     def run(number: int) -> int:
         prompt, answer = words_as_tokens(code_edit(number), 256)
@@ -320,7 +320,7 @@ def _timed(engine: KVBoost, run: Callable[[], int]) -> Pace:
 
 
 def _streamed(engine: KVBoost) -> StreamedLayers:
-    placement = engine._model.placement
+    placement = engine.model.placement
     if placement is None or placement.streamed is None:
         raise KVBoostError("device_memory holds the whole model: nothing is streamed; give less")
     return placement.streamed

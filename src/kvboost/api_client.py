@@ -38,7 +38,7 @@ class ApiClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with _OPENER.open(request, timeout=SECONDS) as response:
+            with OPENER.open(request, timeout=SECONDS) as response:
                 said = response.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:
             raise ServerError(
@@ -73,7 +73,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects)
+OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

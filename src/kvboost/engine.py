@@ -80,7 +80,11 @@ PREVIEW_TOKENS = 48
 
 
 class KVBoost:
-    """A model that does not read the same text twice. Thread-safe."""
+    """A model that does not read the same text twice. Thread-safe.
+
+    ``model`` and ``runtime`` are what it is made of, for benchmarks and studies. They may change in
+    any release.
+    """
 
     def __init__(
         self,
@@ -92,8 +96,8 @@ class KVBoost:
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
         that keeps the learned cost of forwards."""
         config = config or EngineConfig()
-        self._model = model
-        self._runtime = runtime = make_runtime(model, config, costs)
+        self.model = model
+        self.runtime = runtime = make_runtime(model, config, costs)
         self._settings = Settings(config)
         self._lifetime = Lifetime()
         self._images = model.vision if isinstance(model.vision, str) else model.vision.reader
@@ -168,7 +172,7 @@ class KVBoost:
         costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
         made = cls(model, config, costs, make_runtime)
         if config.graphs == "auto":
-            made._runtime.backend.record_graphs(config.max_running)
+            made.runtime.backend.record_graphs(config.max_running)
         return made
 
     @classmethod
@@ -204,24 +208,24 @@ class KVBoost:
     @property
     def model_name(self) -> str:
         """The name that the model was loaded by; ``custom`` after :meth:`from_model`."""
-        return self._model.name
+        return self.model.name
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loads it. :meth:`encode` and :meth:`decode` are
         what requests use."""
-        return self._model.tokenizer.hf
+        return self.model.tokenizer.hf
 
     @property
     def prompt_tokenizer(self) -> ModelTokenizer:
         """The part of the tokenizer that requests use, with the model's chat template. It can be
         pickled, so that another process reads prompts and writes answers just as this one does."""
-        return self._model.tokenizer
+        return self.model.tokenizer
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        return self._model.eos_ids
+        return self.model.eos_ids
 
     @property
     def image_reader(self) -> ImageReader | str:
@@ -232,45 +236,45 @@ class KVBoost:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self._model.device
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the numbers that the model computes with."""
-        return self._model.forward.shape.dtype
+        return self.model.forward.shape.dtype
 
     @property
     def context_length(self) -> int | None:
         """How many tokens a prompt and its answer may have; None if the model has no limit."""
-        return self._model.context_length
+        return self.model.context_length
 
     @property
     def vocab_size(self) -> int:
         """Token ids are smaller than this."""
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     @property
     def failure(self) -> KVBoostError | None:
         """Why this engine can serve no more requests, if something has failed for good."""
-        return self._runtime.failure
+        return self.runtime.failure
 
     @property
     def notes(self) -> list[str]:
         """Why something runs slower here than it could: a dtype that this CPU emulates, or a part
         that has no pages or graphs on this GPU. Graphs are recorded while requests run, so there
         may be more notes later."""
-        slow = self._model.slow_dtype
-        return [*([] if slow is None else [slow]), *self._runtime.notes()]
+        slow = self.model.slow_dtype
+        return [*([] if slow is None else [slow]), *self.runtime.notes()]
 
     def facts(self) -> dict[str, Any]:
         """The model, the device and the options that decide what an answer costs."""
-        return facts_of(self._model, self.config)
+        return facts_of(self.model, self.config)
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt. ``add_special_tokens=False`` takes text as it is, without the
         tokens that the model expects in front: for text of :meth:`render`, which has them."""
         if isinstance(prompt, str) and not add_special_tokens:
-            return self._model.tokenizer.encode_fragment(prompt)
+            return self.model.tokenizer.encode_fragment(prompt)
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
@@ -282,7 +286,7 @@ class KVBoost:
     def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """The token ids of a prompt whose answer stands between two texts, given theirs. Raises
         PromptError if the model cannot fill in the middle."""
-        return self._model.tokenizer.infill(before, after)
+        return self.model.tokenizer.infill(before, after)
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation in the model's chat template."""
@@ -295,7 +299,7 @@ class KVBoost:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self._model.tokenizer.decode(token_ids)
+        return self.model.tokenizer.decode(token_ids)
 
     def generate(
         self,
@@ -447,12 +451,12 @@ class KVBoost:
     ) -> dict[str, Any]:
         """The options of a chat request as those of :meth:`generate`: the format covers reasoning
         and calls of tools as well. Compiles it, see :meth:`compile_format`."""
-        return answer_options(self._model.tokenizer, self._grammars, prompt_ids, use, options)
+        return answer_options(self.model.tokenizer, self._grammars, prompt_ids, use, options)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
         """The parser that splits the answer to a chat request into content, reasoning and calls of
         tools; None if the answer can have content only."""
-        return self._model.tokenizer.answer_parser(prompt_ids, use)
+        return self.model.tokenizer.answer_parser(prompt_ids, use)
 
     def plan(
         self,
@@ -463,12 +467,12 @@ class KVBoost:
         """How a prompt would be served now; ``explain()`` of it says why. Runs nothing and counts
         nothing. The model decides which moved rows to recompute, so the plan does not name them."""
         read = self._prompts.read_whole(prompt)
-        return self._runtime.plan(self._requests.plain(read, mode, options, runs=False))
+        return self.runtime.plan(self._requests.plain(read, mode, options, runs=False))
 
     def trace(self, token_ids: Sequence[int], root: str, **options: Any) -> Traces:
         """The traces of a prompt in the cache, for explanations that another process makes; see
         ``ChunkStore.trace``."""
-        return self._runtime.store.trace(as_token_ids(token_ids), ChunkKey(root), **options)
+        return self.runtime.store.trace(as_token_ids(token_ids), ChunkKey(root), **options)
 
     def score(
         self,
@@ -488,7 +492,7 @@ class KVBoost:
         request = self._requests.plain(replace(read, token_ids=ids), mode, options)
         clock.lap("tokenize")
         state = RequestState(request, clock)
-        logits = Generation(self._runtime, state, len(follow)).score()
+        logits = Generation(self.runtime, state, len(follow)).score()
         return Score(logits, clock.timings(), state.reuse)
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -503,7 +507,7 @@ class KVBoost:
     @property
     def embedder(self) -> LoadedModelEmbedder:
         """Computes embeddings with the loaded model, slice by slice."""
-        return LoadedModelEmbedder(self._runtime)
+        return LoadedModelEmbedder(self.runtime)
 
     def warm(
         self,
@@ -613,7 +617,7 @@ class KVBoost:
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
         """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
         read, _ = self._documents.read(text, header)
-        return self.drop_pin(pin_name(self._runtime.root(cache_salt), read.token_ids))
+        return self.drop_pin(pin_name(self.runtime.root(cache_salt), read.token_ids))
 
     def pin_cached(
         self,
@@ -636,20 +640,20 @@ class KVBoost:
         self._lifetime.check()
         check_ttl(ttl)
         ids = self._prompts.read(prompt)
-        adapters = self._runtime.adapters
+        adapters = self.runtime.adapters
         root = adapters.root(cache_salt, adapters.applied(adapter, ids))
         repair = self._settings.repair.name
-        return self._runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
+        return self.runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
 
     def drop_pin(self, name: str) -> Pin | None:
         """Ends the pin of that name; returns what it was, None if there is none."""
         self._lifetime.check()
-        return self._runtime.store.unpin(name)
+        return self.runtime.store.unpin(name)
 
     def pins(self) -> list[Pin]:
         """All pins with their sizes and the time that is left, those that end first first."""
         self._lifetime.check()
-        return self._runtime.store.pins()
+        return self.runtime.store.pins()
 
     def forget(self, text: Prompt) -> int:
         """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
@@ -660,21 +664,21 @@ class KVBoost:
         self._lifetime.check()
         prompts = self._prompts
         ids = prompts.inside(text) if isinstance(text, str) else [prompts.read(text)]
-        return self._runtime.store.forget_text(ids)
+        return self.runtime.store.forget_text(ids)
 
     def forget_salt(self, cache_salt: str) -> int:
         """Forgets everything that was read under ``cache_salt``, on every tier, with no adapter and
         with each that this engine has had; returns the number of chunks. Raises ``ForgetError`` if
         some could not be removed."""
         self._lifetime.check()
-        runtime = self._runtime
+        runtime = self.runtime
         return runtime.store.forget(*runtime.adapters.roots_of_salt(cache_salt))
 
     def clear(self) -> None:
         """Forgets everything in memory and on disk. The remote store, which other machines share,
         keeps its chunks."""
         self._lifetime.check()
-        self._runtime.store.clear()
+        self.runtime.store.clear()
 
     def reset_cache(self) -> None:
         """The name of :meth:`clear` in version 0.9."""
@@ -682,7 +686,7 @@ class KVBoost:
 
     def flush(self) -> None:
         """Writes chunks that are only in memory to disk and to the remote store now."""
-        self._runtime.store.flush()
+        self.runtime.store.flush()
 
     def heal(self, timeout: float | None = None) -> HealReport:
         """Computes the rows that requests have left approximate, exactly, and keeps them instead:
@@ -698,7 +702,7 @@ class KVBoost:
     def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
         """The most valuable chunks in memory: those that would be evicted last come first."""
         whole(limit, 1, "limit")
-        found = self._runtime.store.most_valuable(limit)
+        found = self.runtime.store.most_valuable(limit)
         for chunk in found:
             chunk["text"] = self.decode(chunk.pop("token_ids")[:PREVIEW_TOKENS])
         return found
@@ -709,7 +713,7 @@ class KVBoost:
         computed rows would fill. ``healing``: approximate rows and what became of them; ``audit``:
         how far answers over moved text were from exact ones."""
         return {
-            **self._runtime.stats(),
+            **self.runtime.stats(),
             "healing": self._healer.stats(),
             "audit": {
                 **self._healer.audit_stats(),
@@ -720,7 +724,7 @@ class KVBoost:
     def check_integrity(self) -> list[str]:
         """Inconsistencies in the cache's own records, across all tiers; empty if there are none. On
         a GPU also pages that are held although no request runs."""
-        return self._runtime.check_integrity()
+        return self.runtime.check_integrity()
 
     def load_adapter(
         self, name: str, path: str | os.PathLike[str], *, in_place: bool = False
@@ -729,17 +733,17 @@ class KVBoost:
         Requests name it with ``adapter=name``; one batch may hold any number of adapters.
         ``in_place`` replaces the one of that name. AdapterError: it does not fit the model."""
         self._lifetime.check()
-        return self._runtime.adapters.load(name, path, in_place=in_place)
+        return self.runtime.adapters.load(name, path, in_place=in_place)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Takes an adapter away. Requests that run finish with it. What is cached of it leaves the
         memory, and stays on disk for when the same adapter is loaded again, under any name."""
         self._lifetime.check()
-        return self._runtime.adapters.unload(name)
+        return self.runtime.adapters.unload(name)
 
     def adapters(self) -> dict[str, AdapterInfo]:
         """The loaded adapters, by name."""
-        return self._runtime.adapters.infos()
+        return self.runtime.adapters.infos()
 
     def calibrate(
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
@@ -758,7 +762,7 @@ class KVBoost:
         recorded. ``kvboost serve`` does it when it starts."""
         began = time.monotonic()
         rehearse(self, self.config.max_running)
-        self._runtime.backend.record_missing()
+        self.runtime.backend.record_missing()
         return time.monotonic() - began
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
@@ -773,7 +777,7 @@ class KVBoost:
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading ``num_tokens`` would take without reuse; None until it was measured."""
-        estimate = self._runtime.estimate_ms(num_tokens)
+        estimate = self.runtime.estimate_ms(num_tokens)
         return None if estimate is None else round(estimate, 3)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
@@ -800,7 +804,7 @@ class KVBoost:
         self._loop.close()
         self._healer.close()
         self._lifetime.is_over = True
-        self._runtime.close()
+        self.runtime.close()
 
     def __enter__(self) -> Self:
         return self
@@ -809,11 +813,11 @@ class KVBoost:
         self.close()
 
     def __repr__(self) -> str:
-        return describe(self._model, self.config, is_closed=self._lifetime.is_over)
+        return describe(self.model, self.config, is_closed=self._lifetime.is_over)
 
     def _stream(self, state: RequestState) -> TextStream:
-        steps = Generation(self._runtime, state).steps()
-        return TextStream(text_pieces(self._runtime.backend, steps, state), state)
+        steps = Generation(self.runtime, state).steps()
+        return TextStream(text_pieces(self.runtime.backend, steps, state), state)
 
 
 def _whole(stream: TextStream) -> GenerationResult:

@@ -36,8 +36,8 @@ def test_goals_are_judged_by_the_better_limit() -> None:
         "limits": {"ram_bytes_per_s": 10.0, "bus_bytes_per_s": 4.0},
         "peak_bytes": 9 << 30,
     }
-    goals = far._goals(far.Settings(), found)
+    goals = far.goals_of(far.Settings(), found)
     assert [goal.met for goal in goals] == [True, True, False]
     assert [goal.figure for goal in goals] == ["1.25 ×", "16.0 ×", "9GiB"]
-    smaller = far._goals(far.Settings(tokens=1024), found)
+    smaller = far.goals_of(far.Settings(tokens=1024), found)
     assert {goal.met for goal in smaller} == {None}

@@ -50,7 +50,7 @@ def test_a_failed_attempt_is_counted_and_the_next_one_is_made() -> None:
                 expect(number != 1, "the second one")
         raise OSError("the folder is gone")
 
-    case = faults._try("broken", fault, 3)
+    case = faults.attempt("broken", fault, 3)
     assert (case.tried, case.passed) == (4, 2)
     assert case.failures == ["attempt 2: the second one", "OSError: the folder is gone"]
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_tried_here_says_why_and_is_no_failure() -> None:
         with case.trial():
             raise NotHere("there is no Redis")
 
-    case = faults._try("remote", fault, 3)
+    case = faults.attempt("remote", fault, 3)
     assert (case.tried, case.failures, case.note) == (0, [], "not tried: there is no Redis")
 
 

@@ -13,6 +13,7 @@ from benchmarks import gpu
 from benchmarks.entries import BENCHMARKS
 from benchmarks.vllm_runs import WORKER
 from kvboost import StockModel
+from kvboost.errors import KVBoostError
 
 PROGRAM = """#!{python}
 import json, sys
@@ -102,3 +103,15 @@ def test_goals_are_judged_from_times_beside_those_of_vllm(tmp_path: Path) -> Non
     shown = console.export_text()
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
     assert "0.12" in rows["known, RAM, 8,192"] and "50%" in rows["step, 1"]
+
+
+def test_mxfp4_is_said_beside_vllm_and_for_no_other_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(KVBoostError, match="--mxfp4 is for --shape gpt-oss-20b, not tiny"):
+        perform(shapes=("tiny",), mxfp4=True)
+    times = {gpu.VLLM: {gpu.STEP: {1: 2.0}}, gpu.OURS: {gpu.STEP: {1: 1.0}}}
+    found = {"times": times, "limit_ms": 0.5, "notes": [], "weights": "packed (triton, MXFP4)"}
+    console = Console(record=True, width=200)
+    console.print(gpu._table("gpt-oss-20b", found))
+    shown = " ".join(console.export_text().split())
+    assert "(KVBoost: packed (triton, MXFP4); vLLM: plain, bfloat16)" in shown

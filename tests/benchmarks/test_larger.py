@@ -80,10 +80,10 @@ def test_goals_are_judged_for_their_shape_and_memory() -> None:
         "device_memory": 8 << 30,
         "peak_reserved": 7 << 30,
     }
-    goals = run._goals("32b", found)
+    goals = run.goals_of("32b", found)
     assert [goal.met for goal in goals] == [True, True, True, False, True]
     assert [goal.figure for goal in goals] == ["93%", "4.10", "7.32 ×", "1.71 ×", "7GiB"]
-    assert {goal.met for goal in run._goals("tiny", found)} == {None}
+    assert {goal.met for goal in run.goals_of("tiny", found)} == {None}
 
 
 def test_the_answer_to_an_edit_is_the_code_with_one_name_changed() -> None:

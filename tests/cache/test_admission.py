@@ -41,18 +41,16 @@ class Rows:
         return packing(self.kv)(parts)
 
 
-def make_store(
-    max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU, max_chunks: int | None = None
-) -> ChunkStore:
+def make_store(max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU) -> ChunkStore:
     gpu = GpuTier(gpu_rows * ROW_BYTES, torch.device("cpu")) if gpu_rows else None
     tiers = Tiers(RamTier(max_rows * ROW_BYTES), gpu)
-    return chunk_store(tiers, CHUNK, window=CHUNK, policy=policy, max_chunks=max_chunks)
+    return chunk_store(tiers, CHUNK, window=CHUNK, policy=policy)
 
 
 def contents(store: ChunkStore) -> dict[str, tuple[object, ...]]:
     """What a store holds, where, and the rows."""
-    with store._lock:
-        holdings = store._holdings
+    with store.lock:
+        holdings = store.holdings
         found = {}
         for key, info in holdings.catalogue.infos().items():
             chunk = holdings.residency.ready(key)
@@ -72,17 +70,10 @@ A = [1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    texts,
-    st.sampled_from([8, 20, 40, 1000]),
-    st.sampled_from([0, 12, 40]),
-    st.sampled_from([None, None, 3]),
-)
-@example([([*A[:4], *[1] * 11], 16), ([*A, *A[1:8], 1], 6), ([*A, *[0] * 15], 27)], 8, 40, None)
-def test_together_or_one_by_one(
-    texts, max_rows: int, gpu_rows: int, max_chunks: int | None
-) -> None:
-    together, one_by_one = (make_store(max_rows, gpu_rows, max_chunks=max_chunks) for _ in range(2))
+@given(texts, st.sampled_from([8, 20, 40, 1000]), st.sampled_from([0, 12, 40]))
+@example([([*A[:4], *[1] * 11], 16), ([*A, *A[1:8], 1], 6), ([*A, *[0] * 15], 27)], 8, 40)
+def test_together_or_one_by_one(texts, max_rows: int, gpu_rows: int) -> None:
+    together, one_by_one = (make_store(max_rows, gpu_rows) for _ in range(2))
     for ids, exact_rows in texts:
         tokens = as_token_ids(ids)
         new = []
@@ -120,8 +111,8 @@ def test_known_chunks_after_a_lost_one_are_not_packed() -> None:
     store.admit(ROOT, ids, Rows(ids), exact_rows=16)
     with store.lookup(ROOT, ids) as known:
         lost = known.exact[1].chunk.key
-    with store._lock:
-        store._holdings.residency.mark_lost(lost)
+    with store.lock:
+        store.holdings.residency.mark_lost(lost)
     rows = Rows(ids)
     assert store.admit(ROOT, ids, rows, exact_rows=16) == 1
     assert rows.packed == [[(4, 8)]]

@@ -63,7 +63,7 @@ def forget(store: ChunkStore) -> int:
 
 def during(store: ChunkStore, step: str, act: Act) -> None:
     """Calls ``act`` when the next removal comes to ``step``, which is slow."""
-    transfers: Any = store._transfers
+    transfers: Any = store.transfers
     real = getattr(transfers, step)
 
     def slow(*args: object) -> object:
@@ -192,7 +192,7 @@ def test_what_another_thread_has_found_and_not_entered_yet_is_forgotten(
     with contextlib.closing(DiskTier(tmp_path / "kv", 10**7)) as other_process:
         for chunk in chunks_of(TEXT):
             assert other_process.put(chunk)
-    disk: Any = store._transfers._disk
+    disk: Any = store.transfers.disk
     found, over, look = threading.Event(), threading.Event(), disk.refresh
 
     def look_and_wait(**options: bool) -> object:
@@ -203,7 +203,7 @@ def test_what_another_thread_has_found_and_not_entered_yet_is_forgotten(
         return changes
 
     disk.refresh = look_and_wait
-    looking = threading.Thread(target=store._transfers.refresh, kwargs={"now": True})
+    looking = threading.Thread(target=store.transfers.refresh, kwargs={"now": True})
     looking.start()
     assert found.wait(60)
     assert forget(store) == 7

@@ -74,7 +74,7 @@ def moved_tiers(result: Any) -> set[str | None]:
 
 
 def known_chunks(engine: KVBoost) -> int:
-    return len(engine._runtime.store._holdings.catalogue)
+    return len(engine.runtime.store.holdings.catalogue)
 
 
 def marks_in(server: RedisServer) -> list[bytes]:
@@ -144,10 +144,10 @@ def test_the_remote_store_is_asked_only_when_that_can_help(open_engine) -> None:
     assert remote(engine)["searches"] == 0 and remote(engine)["hits"] >= 2
     engine.generate(PASSAGE + "?", 1)  # in memory by now
     assert remote(engine)["searches"] == 0
-    store = engine._runtime.store
+    store = engine.runtime.store
     ids = engine.encode(letters(2, 100))
     with store.lookup(
-        engine._runtime.root(""), as_token_ids(ids), moved_before=100, ask_remote=False
+        engine.runtime.root(""), as_token_ids(ids), moved_before=100, ask_remote=False
     ):
         assert remote(engine)["searches"] == 0
 
@@ -188,7 +188,7 @@ def test_forgetting_leaves_no_marks(open_engine, server, how: str) -> None:
     assert marks_in(server)
     engine = open_engine()
     if how == "forget":
-        assert engine._runtime.store.forget(engine._runtime.root("")) >= 3
+        assert engine.runtime.store.forget(engine.runtime.root("")) >= 3
     else:
         assert engine.forget(PASSAGE) >= 3
     assert marks_in(server) == []
@@ -254,7 +254,7 @@ def test_a_server_that_dies_costs_time_and_nothing_else(
     expected = open_engine(**url).generate(ASKED, 8, GenerationMode.BASELINE).token_ids
     read_once(open_engine, **url)
     engine = open_engine(**url)
-    tier = engine._runtime.store._transfers._remote
+    tier = engine.runtime.store.transfers.remote
     assert tier is not None
     find, around = tier.find, tier.find_around
 
@@ -318,7 +318,7 @@ def test_a_folder_serves_exact_hits_only(open_engine, tmp_path) -> None:
 
 def test_a_search_is_one_round_trip_when_nothing_is_found(open_engine, server) -> None:
     engine = open_engine()
-    store, root = engine._runtime.store, engine._runtime.root("")
+    store, root = engine.runtime.store, engine.runtime.root("")
     ids = as_token_ids(np.random.default_rng(0).integers(0, 250, 200))
     with store.lookup(root, ids, moved_before=180):
         pass  # the server has the script now
@@ -334,7 +334,7 @@ def test_many_requests_at_once_leave_the_books_in_order(open_engine) -> None:
     for page in pages:
         read_once(open_engine, page)
     engine = open_engine(max_cache_bytes=10 * 2 * 3 * 2 * 64 * 16 * 4)  # ten chunks
-    store, root = engine._runtime.store, engine._runtime.root("")
+    store, root = engine.runtime.store, engine.runtime.root("")
     prompts = [
         as_token_ids(engine.encode(letters(20 + seed, 9) + pages[seed % 4] + pages[seed % 3]))
         for seed in range(24)

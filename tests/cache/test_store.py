@@ -26,9 +26,9 @@ def rows_of(ids: list[int]) -> Pack:
     return packing(running_sums(ids))
 
 
-def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
+def make_store(max_rows: int = 1000) -> ChunkStore:
     tiers = Tiers(RamTier(max_rows * ROW_BYTES))
-    return chunk_store(tiers, CHUNK, window=CHUNK, max_chunks=max_chunks)
+    return chunk_store(tiers, CHUNK, window=CHUNK)
 
 
 def ram(store: ChunkStore) -> TierStats:
@@ -100,7 +100,7 @@ def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
 
 
 def test_the_least_recently_used_leaf_is_evicted() -> None:
-    store = make_store(max_chunks=3)
+    store = make_store(max_rows=12)
     admit(store, [1, 1, 1, 1, 2, 2, 2, 2])
     admit(store, [3, 3, 3, 3])
     check_hit(store, [1, 1, 1, 1, 2, 2, 2, 2])
@@ -110,7 +110,7 @@ def test_the_least_recently_used_leaf_is_evicted() -> None:
 
 
 def test_pinned_chunks_stay() -> None:
-    store = make_store(max_chunks=1)
+    store = make_store(max_rows=4)
     admit(store, [1, 1, 1, 1])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as known:
         assert admit(store, [2, 2, 2, 2]) == 0
@@ -142,7 +142,7 @@ def test_a_failed_copy_stores_nothing() -> None:
 
 
 def test_a_lookup_without_pins_is_not_a_use() -> None:
-    store = make_store(max_chunks=2)
+    store = make_store(max_rows=8)
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as known:
@@ -194,7 +194,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 @given(texts, texts, st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 20))
 def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids, exact_rows) -> None:
     """Whatever is admitted and evicted between the two, exact or from ``exact_rows`` on not."""
-    store = make_store(max_chunks=8)
+    store = make_store(max_rows=32)
     for text in before:
         admit(store, text)
     wanted, end = as_token_ids(ids), len(ids)
@@ -215,7 +215,7 @@ def test_an_early_lookup_finds_as_much_as_a_late_one(before, meanwhile, ids, exa
 
 def test_an_early_lookup_holds_until_something_better_comes_or_a_chunk_goes() -> None:
     def find_early() -> tuple[ChunkStore, Callable[[], bool]]:
-        store = make_store(max_chunks=4)
+        store = make_store(max_rows=16)
         admit(store, [9, 9, 9, 9, 1, 2, 3, 4, 5, 6, 7, 8])
         prompt = as_token_ids([1, 2, 3, 4, 5, 6, 7, 8])
         early = store.look_early(ROOT, prompt, moved_before=8)
@@ -343,7 +343,7 @@ def test_exactness_may_end_inside_a_chunk() -> None:
 def test_only_moved_runs_that_are_used_count_as_used() -> None:
     texts = [list(range(start, start + 8)) for start in (100, 200, 300)]
     for served in (False, True):
-        store = make_store(max_chunks=6)
+        store = make_store(max_rows=24)
         for ids in texts:
             admit(store, ids)
         # The oldest text is found at another place; a new one then needs its room.

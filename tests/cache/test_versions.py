@@ -227,7 +227,7 @@ def test_redis_keeps_chunks_of_another_version(server, tmp_path: Path) -> None:
     DiskTier(tmp_path, 10**6).put(chunk)
     theirs = plant(chunk_files(tmp_path)[0], **NEWER).read_bytes()
     with opened(server.url) as tier:
-        assert tier._backend.put(chunk.key, theirs)
+        assert tier.backend.put(chunk.key, theirs)
         assert tier.list_chunks().infos == () and tier.get(chunk.key) is None
         assert tier.faults == {"version": 1}
-        assert tier._backend.get(chunk.key) == theirs
+        assert tier.backend.get(chunk.key) == theirs

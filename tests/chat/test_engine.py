@@ -96,7 +96,7 @@ def test_without_tools_and_formats_a_prompt_is_not_looked_at(
     def reasoning_after(_: list[int]) -> str:
         raise AssertionError("the end of the prompt was decoded")
 
-    monkeypatch.setattr(engine._model.tokenizer, "reasoning_after", reasoning_after)
+    monkeypatch.setattr(engine.model.tokenizer, "reasoning_after", reasoning_after)
     assert engine.answer_options([1, 2], ToolUse([]), {"temperature": 0}) == {"temperature": 0}
     with pytest.raises(AssertionError, match="decoded"):
         engine.answer_options([1, 2], ToolUse([]), {"choice": ["yes"]})

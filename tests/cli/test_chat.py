@@ -137,7 +137,7 @@ def test_ctrl_c_inside_the_model_stops_the_answer(conversation, talk, step, reas
         if len(calls) == step:
             signal.raise_signal(signal.SIGINT)
 
-    hook = conversation.engine._model.forward.model.register_forward_pre_hook(interrupt)
+    hook = conversation.engine.model.forward.model.register_forward_pre_hook(interrupt)
     conversation.max_new_tokens = 400
     conversation.options = {"ignore_eos": True}
     assert "Stopped." in talk("What is a lighthouse for?")

@@ -93,6 +93,7 @@ def test_chat_shows_how_much_each_turn_reused(model) -> None:
     shown = run("chat", "-m", model, "--max-new-tokens", "4", input="hello there friend\nmore\n\n")
     assert shown.exit_code == 0
     turns = [line for line in shown.output.splitlines() if "% reused" in line]
+    assert "you: hello there friend\n" in shown.output and "you: more\n" in shown.output
     assert len(turns) == 2
     assert "0% reused" in turns[0] and " 0% reused" not in turns[1]
 

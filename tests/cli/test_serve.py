@@ -63,7 +63,7 @@ def serve(*arguments: str):
 def test_options_reach_the_engine_and_the_server(started) -> None:
     done = serve(
         *("--model", "m", "--max-running", "3", "--max-waiting", "4", "--kv-bits", "8"),
-        *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--sharing-wait", "0.5"),
+        *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--max-pause", "0.5"),
         *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
         *("--far-kv-bytes", "9GiB", "--far-kv-dir", "far", "--state-every", "512"),
@@ -75,7 +75,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert done.exit_code == 0, done.output
     options, settings = started["options"], started["settings"]
     assert started["model"] == "m" and options["max_running"] == 3 and options["max_waiting"] == 4
-    assert options["max_kv_bytes"] == "1GiB" and options["sharing_wait"] == 0.5
+    assert options["max_kv_bytes"] == "1GiB" and options["max_pause"] == 0.5
     assert options["state_every"] == 512
     assert options["far_kv_bytes"] == "9GiB" and str(options["far_kv_dir"]) == "far"
     assert options["kv_cache_bits"] == 8 and str(options["disk_cache_dir"]) == "kv"

@@ -11,7 +11,7 @@ def test_an_option_that_resembles_another_is_guessed() -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_cache_bytes'") as error:
         refuse_unknown_options({"chunk_size": 8, "max_cache_byte": 1}, LoadOptions)
     assert "unknown option 'max_cache_byte'" in str(error.value)
-    assert all(name in str(error.value) for name in ("chunk_size", "sharing_wait", "revision"))
+    assert all(name in str(error.value) for name in ("chunk_size", "max_pause", "revision"))
 
 
 def test_an_option_that_resembles_nothing_is_refused_without_a_guess() -> None:

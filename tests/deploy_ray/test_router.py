@@ -73,11 +73,11 @@ def test_a_sketch_is_known_by_its_attributes(router) -> None:
     request = pending(1, twin)
     chosen = SimpleNamespace(unique_id=choose(router, [replica("a"), replica("b")], request)[0])
     router.on_request_routed(request, chosen, None)
-    assert router._scores.known(chosen.unique_id).tokens > 0
+    assert router.scores.known(chosen.unique_id).tokens > 0
     assert choose(router, [replica("a"), replica("b")], None) != []
-    assert router._scores.open_requests(chosen.unique_id) == 1
+    assert router.scores.open_requests(chosen.unique_id) == 1
     router.on_request_completed(chosen, "1")
-    assert router._scores.open_requests(chosen.unique_id) == 0
+    assert router.scores.open_requests(chosen.unique_id) == 0
 
 
 def test_the_application_is_two_deployments_with_our_router_and_our_scaling() -> None:

@@ -17,7 +17,7 @@ def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -
         ratios=(0.2, 1.0),
         donors=("header",),
     )
-    rows = [row for some in measure(smollm._model, questions, settings) for row in some]
+    rows = [row for some in measure(smollm.model, questions, settings) for row in some]
     by_cell = {(one.strategy, one.ratio): one for one in summarize(rows)}
     assert by_cell["query", 0.2].mean_kl < 0.5 * by_cell["none", 0.0].mean_kl
     assert by_cell["query", 1.0].mean_kl < 1e-6

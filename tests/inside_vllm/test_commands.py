@@ -73,7 +73,7 @@ def test_stats_count_what_requests_load(engine: Engine, texts: Texts) -> None:
 def test_a_forgotten_text_is_read_again(engine: Engine, texts: Texts, folder: Path) -> None:
     ids = texts.prompt(0, 1, 2)
     engine.ask(ids, tokens=1)
-    engine.worker._thread.submit(engine.worker._data.flush).result()
+    engine.worker.thread.submit(engine.worker.data.flush).result()
     files = len(list(chunk_files(folder)))
     held = stats(engine)
     assert files == held["chunks"] == held["tiers"]["disk"]["chunks"] > 3
@@ -136,9 +136,9 @@ def test_a_load_that_fails_is_counted(engine: Engine, texts: Texts, folder: Path
     first = engine.ask(ids, "exact", tokens=4)
     before = stats(engine)
     engine.fresh()
-    index = engine.connector._planner._index
+    index = engine.connector.planner.index
     assert index is not None
-    engine.worker._data.drop(list(index._tiers))
+    engine.worker.data.drop(list(index._tiers))
     again = engine.ask(ids, "exact", tokens=4)
     assert again.tokens == first.tokens
     assert again.usage is not None and again.usage["exact_tokens"] == 0

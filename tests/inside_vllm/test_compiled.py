@@ -19,7 +19,7 @@ def engine() -> Iterator[Engine]:
 def test_gaps_and_moved_text_in_the_compiled_model(engine: Engine, texts: Texts) -> None:
     compilation = engine.engine.vllm_config.compilation_config
     assert compilation.mode != 0, "the model was not compiled"
-    assert engine.rows > 0 and engine.connector._planner._moves  # the self-check passed
+    assert engine.rows > 0 and engine.connector.planner.moves  # the self-check passed
     ids = texts.prompt(2, 1, 0)
     full = engine.full(ids)
     engine.ask(texts.prompt(0, 1, 2), tokens=1)

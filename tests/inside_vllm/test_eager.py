@@ -44,16 +44,14 @@ def read(engine: Engine, texts: Texts) -> None:
 
 def find_problem(engine: Engine, rotation: Rotation | None = None) -> str | None:
     worker = engine.worker
-    assert worker._rotation is not None
-    vocab = worker._config.model_config.get_vocab_size()
-    return check.find_problem(
-        worker._open_pages, worker._forward, rotation or worker._rotation, vocab
-    )
+    assert worker.rotation is not None
+    vocab = worker.config.model_config.get_vocab_size()
+    return check.find_problem(worker.open_pages, worker.forward, rotation or worker.rotation, vocab)
 
 
 def test_a_forward_through_gaps_is_a_plain_one(engine: Engine) -> None:
     rows = engine.rows
-    assert rows > 0 and engine.connector._planner._moves  # it ran at the start
+    assert rows > 0 and engine.connector.planner.moves  # it ran at the start
     assert find_problem(engine) is None
     assert engine.rows - rows > 2 * check.ROWS
 
@@ -61,14 +59,14 @@ def test_a_forward_through_gaps_is_a_plain_one(engine: Engine) -> None:
 def test_the_check_finds_wrong_rotations_and_wrong_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = engine.worker._rotation
+    right = engine.worker.rotation
     assert right is not None
-    wrong = Rotation(right._frequencies * 1.01)
+    wrong = Rotation(right.frequencies * 1.01)
     assert "rotated" in (find_problem(engine, wrong) or "")
-    later = right._frequencies.clone()
+    later = right.frequencies.clone()
     later[-1] = 0  # as if the last layer had no positions
     assert "rotates" in (find_problem(engine, Rotation(later)) or "")
-    runner = engine.worker._forward._runner
+    runner = engine.worker.forward._runner
     model = runner.model
     calls = []
 
@@ -185,7 +183,7 @@ def test_generated_pages_chain_onto_the_branch(engine: Engine, texts: Texts) -> 
     """An answer after moved text is computed on top of approximate rows."""
     ids = texts.prompt(2, 1, 0)
     first = engine.ask(ids, tokens=3 * PAGE)
-    engine.connector._branches.clear()  # the next turn does not know that there is a branch
+    engine.connector.branches.clear()  # the next turn does not know that there is a branch
     longer = [*ids, *first.tokens, *texts.question]
     assert engine.ask(longer, "off").cached == 0
 
@@ -222,7 +220,7 @@ def steps_while_loading(engine: Engine) -> int:
     """Runs until the load has ended; returns after how many steps."""
     steps = 0
     engine.engine.step()
-    while engine.worker._loading:
+    while engine.worker.loading:
         engine.engine.step()
         steps += 1
     return steps
@@ -243,7 +241,7 @@ def test_of_several_loads_the_first_does_not_wait_for_the_last(
     loading = []
     while not loading or loading[-1]:
         engine.engine.step()
-        loading.append(len(engine.worker._loading))
+        loading.append(len(engine.worker.loading))
     assert loading[0] == 3 and {1, 2} & set(loading)
     answers = engine.finish()
     for name, expected in zip(names, alone, strict=True):
@@ -262,11 +260,11 @@ def test_loads_go_on_when_vllm_has_launched_its_own_forward(
 
     def started(*given: Any, **more: Any) -> None:
         start(*given, **more)
-        seen.append(("started", len(worker._loading)))
+        seen.append(("started", len(worker.loading)))
 
     def asked(*given: Any) -> Any:
         result = finished(*given)
-        seen.append(("asked", len(worker._loading)))
+        seen.append(("asked", len(worker.loading)))
         return result
 
     monkeypatch.setattr(connector, "start_load_kv", started)
@@ -295,7 +293,7 @@ def test_chunks_that_are_not_where_pages_are_come_meanwhile(
         return bring(infos, is_ahead)
 
     monkeypatch.setattr(worker, "_bring", watched)
-    monkeypatch.setattr(worker, "_is_near", False)
+    monkeypatch.setattr(worker, "is_near", False)
     for most, is_ahead in ((worker_module.AHEAD_ROWS, True), (8, False)):
         monkeypatch.setattr(worker_module, "AHEAD_ROWS", most)
         engine.fresh()
@@ -306,14 +304,14 @@ def test_chunks_that_are_not_where_pages_are_come_meanwhile(
         answers = engine.finish()
         assert answers[request].tokens == expected.tokens
         assert answers[request].usage == expected.usage and bystander in answers
-        assert brought.pop() == (False, is_ahead) and not worker._ahead
+        assert brought.pop() == (False, is_ahead) and not worker.ahead
 
 
 @pytest.mark.usefixtures("read")
 def test_a_request_that_waits_for_pages_is_planned_once(
     engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, planner = engine.scheduler.kv_cache_manager, engine.connector._planner
+    manager, planner = engine.scheduler.kv_cache_manager, engine.connector.planner
     allocate, plan, planned, refused = manager.allocate_slots, planner.plan, [], []
 
     def none_at_first(*given: Any, **more: Any) -> Any:
@@ -340,10 +338,10 @@ def test_an_aborted_load_frees_its_pages(engine: Engine, texts: Texts) -> None:
         engine.engine.step()
     aborted = engine.add(ids)
     engine.engine.step()
-    assert engine.worker._loading
+    assert engine.worker.loading
     engine.engine.abort_request([aborted])
     assert engine.finish().keys() == {bystander}
-    assert not engine.worker._loading and not engine.connector._served
+    assert not engine.worker.loading and not engine.connector.served
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     engine.fresh()
     engine.set_slices(2048)
@@ -407,7 +405,7 @@ def test_a_reset_with_the_connector_forgets(engine: Engine, texts: Texts) -> Non
     engine.empty()
     again = engine.ask(ids)
     assert again.usage is None and again.cached == 0
-    assert engine.connector._branches._known == {}
+    assert engine.connector.branches._known == {}
 
 
 # The same rows as on transformers.

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def windows(_: object) -> list[int | None]:
-    return [layer.sliding_window for layer in here()._open_pages.layers]
+    return [layer.sliding_window for layer in here().open_pages.layers]
 
 
 def test_with_the_hybrid_manager_exact_text_is_reused(
@@ -80,7 +80,7 @@ def test_without_the_hybrid_manager_moved_text_is_reused_too(
     options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
     engine = start({"disk_cache_dir": str(tmp_path)}, **options)
     assert {None, WINDOW} == set(engine.llm.collective_rpc(windows)[0])
-    assert engine.connector._planner.is_open and engine.connector._planner._moves
+    assert engine.connector.planner.is_open and engine.connector.planner.moves
     texts = Texts(byte_tokenizer())
     ids = texts.prompt(0, 1, 2)
     full = engine.full(ids)
@@ -141,8 +141,8 @@ def test_a_later_layer_without_positions_keeps_text_where_it_is(
     made.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     engine = start({}, folder=tmp_path, disable_hybrid_kv_cache_manager=True)
-    assert engine.connector._planner.is_open
-    assert engine.connector._planner._moves == bool(third)
+    assert engine.connector.planner.is_open
+    assert engine.connector.planner.moves == bool(third)
 
 
 def test_requests_that_run_together_keep_their_own_rows(start: Callable[..., Engine]) -> None:
@@ -184,7 +184,7 @@ def test_a_lost_chunk_is_computed(start: Callable[..., Engine], tmp_path: Path) 
         path.write_bytes(b"damaged")
     again = engine.ask(ids)
     assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
-    assert engine.connector._tally.totals()["loads"] == {"loaded": 0, "failed": 1}
+    assert engine.connector.tally.totals()["loads"] == {"loaded": 0, "failed": 1}
     engine.fresh()
     assert engine.ask(ids).tokens == full.tokens
 

@@ -35,7 +35,7 @@ def texts(engine: Engine) -> Texts:
 
 def tiers(engine: Engine) -> list[RemoteTier]:
     """The scheduler's connection to Redis, and the worker's."""
-    found = [engine.connector._planner._remote, engine.worker._data._transfers._remote]
+    found = [engine.connector.planner.remote, engine.worker.data.transfers.remote]
     assert all(isinstance(tier, RemoteTier) for tier in found)
     return found  # type: ignore[return-value]
 
@@ -48,7 +48,7 @@ def time_passes(engine: Engine) -> None:
 
 def written(engine: Engine) -> None:
     """Everything that is to be kept is in Redis."""
-    engine.worker._thread.submit(engine.worker._data.flush).result()
+    engine.worker.thread.submit(engine.worker.data.flush).result()
 
 
 def before_a_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> list[int]:
@@ -78,7 +78,7 @@ def test_redis_dies_during_a_load(
     engine.fresh()
     assert server.client.dbsize() > 0
 
-    data = engine.worker._data
+    data = engine.worker.data
     owner, number = (data, 1) if when == "before the fetch" else (tiers(engine)[1], 2)
     calls = before_a_call(owner, "fetch" if owner is data else "get", number, server.stop)
     answer = engine.ask(prompt)

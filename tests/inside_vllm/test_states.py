@@ -137,7 +137,7 @@ def test_what_is_lost_is_computed(
             path.write_bytes(b"damaged")
     again = engine.ask(ids)
     assert again.cached == 0 and again.tokens == full.tokens and again.difference(full) < 1e-4
-    assert engine.connector._tally.totals()["loads"] == {"loaded": 0, "failed": 1}
+    assert engine.connector.tally.totals()["loads"] == {"loaded": 0, "failed": 1}
     engine.fresh()
     assert_same(engine.ask(ids), full, last_page_end(ids))
 
@@ -149,8 +149,8 @@ def test_layers_with_states_may_have_layers_with_rows_between(
     larger than the rows of a page, so vLLM has larger pages than were asked for."""
     folder = save_for_vllm("granitemoehybrid", tmp_path)
     engine = start({"chunk_size": CHUNK}, folder=folder, **EXTENDED)
-    page = engine.connector._page
-    assert engine.connector._groups.with_states == (0,) and page > PAGE
+    page = engine.connector.page
+    assert engine.connector.groups.with_states == (0,) and page > PAGE
     ids = texts.prompt(0, 1)
     full = engine.full(ids)
     first = engine.ask(ids)

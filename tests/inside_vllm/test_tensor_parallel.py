@@ -77,7 +77,7 @@ def fresh(engine: Engine) -> None:
 def settle(_: object) -> None:
     """Returns when everything is written."""
     worker = here()
-    worker._thread.submit(worker._data.flush).result()
+    worker.thread.submit(worker.data.flush).result()
 
 
 def on_each(engine: Engine, look: Callable[[Any], Any]) -> list[Any]:
@@ -90,7 +90,7 @@ def on_each(engine: Engine, look: Callable[[Any], Any]) -> list[Any]:
 def watch(_: object) -> None:
     """Notes the rows of our forwards from now on."""
     worker: Any = here()
-    worker.seen, repairer = [], worker._repairer
+    worker.seen, repairer = [], worker.repairer
 
     def run(ids: Any, rows: Any, *more: Any) -> None:
         worker.seen.append(rows.tolist())
@@ -105,7 +105,7 @@ def seen(_: object) -> list[list[int]]:
 
 
 def rank_and_heads(_: object) -> tuple[int, int]:
-    return get_tensor_model_parallel_rank(), here()._open_pages.num_kv_heads
+    return get_tensor_model_parallel_rank(), here().open_pages.num_kv_heads
 
 
 def test_another_process_loads_the_heads_of_both_workers(
@@ -166,16 +166,16 @@ def make_late(_: object) -> None:
     """The second worker's chunks come late from now on; the first has them in memory."""
     worker = here()
     if get_tensor_model_parallel_rank() == 1:
-        worker._thread = Late(worker._thread)
-        worker._data.at_hand = lambda planned: None
+        worker.thread = Late(worker.thread)
+        worker.data.at_hand = lambda planned: None
 
 
 def make_punctual(_: object) -> int:
     worker = here()
     if get_tensor_model_parallel_rank() == 0:
         return 0
-    late, worker._thread = worker._thread, worker._thread._thread
-    del worker._data.at_hand
+    late, worker.thread = worker.thread, worker.thread._thread
+    del worker.data.at_hand
     return int(late.asked)
 
 
@@ -199,7 +199,7 @@ def test_workers_wait_for_each_other_while_another_request_runs(
 
 def forget(_: object) -> int:
     """The second worker loses everything, and the scheduler does not know."""
-    data = here()._data
+    data = here().data
     if get_tensor_model_parallel_rank() == 0:
         return 0
     keys = list(data._known)
@@ -225,7 +225,7 @@ def test_what_one_worker_has_lost_is_computed_and_kept_again(
 
 def held(_: object) -> tuple[int, int]:
     """Chunks and bytes in the memory of a worker."""
-    ram = here()._data.stats()["ram"]
+    ram = here().data.stats()["ram"]
     return ram.chunks, ram.nbytes
 
 

@@ -28,8 +28,8 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
     from kvboost.model.execution.segment import Segment
 
-    rotation, _ = engine._runtime.backend.rotation.at(0)
-    forward = engine._model.forward
+    rotation, _ = engine.runtime.backend.rotation.at(0)
+    forward = engine.model.forward
     ids = torch.arange(40, 64)
     keys = []
     for start in (0, distance):
@@ -93,7 +93,7 @@ def test_rotating_back_undoes_a_rotation_and_leaves_other_channels(interleaved) 
 
 
 def test_two_moves_are_one(tiny_engine) -> None:
-    rotation = tiny_engine("llama")._runtime.backend.rotation
+    rotation = tiny_engine("llama").runtime.backend.rotation
     keys = torch.randn(3, 2, 5, 16)
     once, twice, both = (torch.empty_like(keys) for _ in range(3))
     rotation.move(keys, 30000, once)

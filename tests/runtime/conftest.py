@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.runtime import sharing
+from kvboost.runtime import scheduler, sharing
 from support.tiny import make_engine, tiny_model
 
 
@@ -16,6 +16,12 @@ from support.tiny import make_engine, tiny_model
 def share_short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "LEAST_SHARED", 32)
     monkeypatch.setattr(sharing, "GRID", 16)
+
+
+@pytest.fixture
+def nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits for another one that reads the same text."""
+    monkeypatch.setattr(scheduler, "LEAST_SHARED", 1 << 30)
 
 
 @pytest.fixture

@@ -90,14 +90,12 @@ def test_what_is_forgotten_is_not_read_in_idle_time(engine) -> None:
     assert known(engine, DOCUMENTS[1], DOCUMENTS[0]) == 0
 
 
-@pytest.mark.parametrize("limited", ["chunks", "bytes"])
-def test_documents_are_not_read_again_if_half_of_the_cache_is_taken(limited, caplog) -> None:
+def test_documents_are_not_read_again_if_half_of_the_cache_is_taken(caplog) -> None:
     caplog.set_level("INFO")
     with make_engine(tiny_model("llama")) as engine:
         engine.warm(DOCUMENTS, header="Read: ", progress=False)
-        budget = 5 * engine.cache_stats()["tiers"]["ram"][limited] // 2
-    limit = {"chunks": "max_chunks", "bytes": "max_cache_bytes"}[limited]
-    with make_engine(tiny_model("llama"), **{limit: budget}) as engine:
+        budget = 5 * engine.cache_stats()["tiers"]["ram"]["bytes"] // 2
+    with make_engine(tiny_model("llama"), max_cache_bytes=budget) as engine:
         engine.warm(DOCUMENTS, header="Read: ", progress=False)
         engine.warm_later(DOCUMENTS, header="Read: ")
         report = engine.heal()

@@ -18,7 +18,7 @@ def test_the_eviction_order_hears_of_hits_after_the_first_token(
 ) -> None:
     with make_engine(tiny_model("llama")) as engine:
         engine.generate(PROMPT, 1, EXACT, ignore_eos=True)
-        store, paths = engine._runtime.store, []
+        store, paths = engine.runtime.store, []
         touch = store.touch
 
         def touching(*used: Sequence[Hit]) -> None:
@@ -40,7 +40,7 @@ def test_the_eviction_order_hears_of_hits_after_the_first_token(
 def test_chunks_of_the_fastest_tier_are_counted_as_its_hits() -> None:
     with make_engine(tiny_model("llama")) as engine:
         engine.generate(PROMPT, 1, EXACT, ignore_eos=True)
-        tier = engine._runtime.store.fastest_tier
+        tier = engine.runtime.store.fastest_tier
         before = engine.cache_stats()["tiers"][tier]["hits"]
         result = engine.generate([*PROMPT, 5, 6], 1, EXACT, ignore_eos=True)
         served = [span for span in result.reuse.spans if span.tier == tier]

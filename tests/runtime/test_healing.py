@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kvboost import ConfigError, KVBoost
 from kvboost.runtime import healing, idle_work
 from kvboost.runtime.keeping import Keeping
-from support.healed import SLOPPY, num_exact, warmed
+from support.forwards import intercept
+from support.healed import SLOPPY, heal_until, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine
 from support.prompts import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from support.tiny import CONTEXT, DEVICE, dynamic_model, make_engine, tiny_model
+from support.tiny import CONTEXT, DEVICE, chunk_bytes, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -68,13 +69,12 @@ def test_all_rows_from_the_exact_prefix_on_are_computed_in_order(
     result = engine.generate(prompt_of([3, 1]), 5, heal="idle", **options)
     assert result.recomputed_tokens > 10
     computed: list[int] = []
-    run = engine._model.forward._run_packed
 
-    def spy(segments):
+    def spy(run, segments, cache):
         computed.extend(itertools.chain.from_iterable(s.positions for s in segments))
-        return run(segments)
+        return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    intercept(engine, monkeypatch, spy)
     engine.heal()
     assert computed == list(range(result.exact_tokens, result.prompt_tokens + 4))
 
@@ -99,7 +99,7 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
     ids = [*prompt, *result.token_ids]
     reached = [num_exact(engine, ids)]
     while result.healing.status == "waiting":
-        engine._healer.heal_next(after(4))  # one slice of three layers, and one layer more
+        heal_until(engine, after(4))  # one slice of three layers, and one layer more
         reached.append(num_exact(engine, ids))
         assert result.healed_tokens == reached[-1] - reached[0]
     assert reached == sorted(set(reached)) and reached[-1] == len(prompt) + 3
@@ -110,15 +110,14 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
 def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
     monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
-    run = engine._model.forward._run_packed
     forwards: list[int] = []
 
-    def spy(segments):
+    def spy(run, segments, cache):
         forwards.append(len(segments))
-        return run(segments)
+        return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
-    engine._healer.heal_next(after(0))
+    intercept(engine, monkeypatch, spy)
+    heal_until(engine, after(0))
     assert result.healing.status == "waiting" and not forwards
     engine.heal()
     assert result.healing.status == "done" and forwards
@@ -127,11 +126,11 @@ def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
 def test_healing_ends_between_slices_where_forwards_cannot_end(
     engine, monkeypatch, small_slices
 ) -> None:
-    monkeypatch.setattr(engine._runtime.backend, "ends_forwards", False)
+    monkeypatch.setattr(engine.runtime.backend, "ends_forwards", False)
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
     reached = []
     while result.healing.status == "waiting":
-        engine._healer.heal_next(after(1))  # one slice
+        heal_until(engine, after(1))  # one slice
         reached.append(result.healed_tokens)
     assert reached == sorted(set(reached)) and len(reached) > 3
     assert result.healed_tokens == result.healing.approximate_tokens
@@ -149,7 +148,7 @@ def test_admission_beyond_the_frontier_would_be_noticed(engine, monkeypatch) -> 
 
     monkeypatch.setattr(healing, "SLICE_ROWS", 16)
     monkeypatch.setattr(Keeping, "admit", ignore_frontier)
-    engine._healer.heal_next(after(4))
+    heal_until(engine, after(4))
     with pytest.raises(AssertionError, match="called exact are off"):
         num_exact(engine, [*prompt_of([3, 1]), *result.token_ids])
     engine.clear()
@@ -199,7 +198,7 @@ def test_nothing_that_was_forgotten_comes_back(engine, small_slices) -> None:
 
     layers = itertools.count()
     while during.healing.status == "waiting":
-        engine._healer.heal_next(forget_at_the_second_slice)
+        heal_until(engine, forget_at_the_second_slice)
     assert during.healing.status == "dropped" and next(layers) > 4
     for order in ([3, 1], [2, 0]):
         assert num_exact(engine, prompt_of(order)) <= 16  # what precedes the passage
@@ -224,7 +223,7 @@ def test_a_failure_is_counted_and_leaves_the_engine_usable(engine, monkeypatch) 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Interrupt, "on_fresh", fail)
+        intercept(engine, patch, fail)
         engine.heal()
     assert result.healing.status == "failed"
     assert engine.cache_stats()["healing"]["failed"] == 1
@@ -254,7 +253,9 @@ def test_rows_that_rotate_by_length_are_healed_up_to_there() -> None:
     st.randoms(use_true_random=False),
 )
 def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> None:
-    with warmed(make_engine(tiny_model("llama"), max_chunks=random.choice([None, 24]))) as engine:
+    model = tiny_model("llama")
+    most = random.choice([1 << 30, 24 * chunk_bytes(model)])
+    with warmed(make_engine(model, max_cache_bytes=most)) as engine:
         asked: list[list[int]] = []
         for event in events:
             if event == "ask" or not asked:
@@ -274,14 +275,14 @@ def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> No
                         for _ in range(random.randrange(3)):
                             next(stream, None)
                 case "interrupt":
-                    engine._healer.heal_next(after(random.randrange(12)))
+                    heal_until(engine, after(random.randrange(12)))
                 case "evict":
-                    store = engine._runtime.store
-                    with store._lock:
-                        known = list(store._holdings.catalogue)
+                    store = engine.runtime.store
+                    with store.lock:
+                        known = list(store.holdings.catalogue)
                         for key in random.sample(known, min(2, len(known))):
-                            if key in store._holdings.catalogue:
-                                store._holdings.residency.mark_lost(key)
+                            if key in store.holdings.catalogue:
+                                store.holdings.residency.mark_lost(key)
                 case "forget":
                     engine.forget(random.choice(PASSAGES))
             for ids in asked:
@@ -301,7 +302,7 @@ def test_conversations_in_pages_are_healed_too(monkeypatch, small_slices) -> Non
         prompt = [*words(4, 5), *PASSAGES[1], *QUESTION]
         result = engine.generate(prompt, 3, **SLOPPY)
         assert result.moved_tokens > 30
-        engine._healer.heal_next(after(3))  # a slice and a layer
+        heal_until(engine, after(3))  # a slice and a layer
         assert result.healing.status == "waiting" and result.healed_tokens == 16 - 5
         engine.heal()
         audit = result.healing.audit

@@ -10,7 +10,7 @@ import pytest
 
 from kvboost import KVBoost, SpanKind
 from kvboost.runtime import healing, idle_work
-from support.healed import SLOPPY, num_exact, warmed
+from support.healed import SLOPPY, heal_until, num_exact, warmed
 from support.prompts import BASELINE, HEADER, MOVED, PASSAGES, prompt_of, words
 from support.tiny import make_engine, tiny_model
 
@@ -44,9 +44,9 @@ def test_the_conversation_that_was_used_last_is_healed_first(engine) -> None:
     assert again.healing is None
     for healed in (third, second, first):
         waiting = [one for one in (first, second, third) if one.healing.status == "waiting"]
-        engine._healer.heal_next(after_slices(1))
+        heal_until(engine, after_slices(1))
         assert waiting[-1].healed_tokens > 0, "it was begun, and is the first to go on"
-        engine._healer.heal_next(lambda: False)
+        heal_until(engine, lambda: False)
         assert healed.healing.status == "done" and healed.healing.audit is not None
 
 
@@ -86,11 +86,11 @@ def test_text_before_an_edit_is_not_healed_for_nothing(engine) -> None:
 def test_a_turn_that_comes_while_the_last_one_is_healed_replaces_it_too(engine) -> None:
     prompt = prompt_of([3, 1])
     first = engine.generate(prompt, 4, **SLOPPY)
-    one = engine._runtime.idle_work.take()
+    one = engine.runtime.idle_work.take()
     ids = [*prompt, *first.token_ids]
     others = [engine.generate([*ids, *words(n, 60)], 4, **SLOPPY) for n in (8, 9)]
     assert first.healing.status == "waiting"
-    engine._runtime.idle_work.put_back(one)
+    engine.runtime.idle_work.put_back(one)
     statuses = [turn.healing.status for turn in (first, *others)]
     assert statuses == ["replaced", "waiting", "waiting"]
     assert engine.heal().conversations == 2
@@ -125,7 +125,7 @@ def test_what_was_used_longest_ago_is_dropped(engine, monkeypatch) -> None:
 def test_a_turn_finds_exact_rows_as_far_as_healing_got(engine) -> None:
     prompt = prompt_of([3, 1, 0, 2])
     first = engine.generate(prompt, 4, **FULL)
-    engine._healer.heal_next(after_slices(4))
+    heal_until(engine, after_slices(4))
     ids = [*prompt, *first.token_ids]
     frontier = num_exact(engine, ids)
     assert first.exact_tokens < frontier == first.exact_tokens + first.healed_tokens < len(prompt)

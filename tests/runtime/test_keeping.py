@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kvboost import ConfigError, GenerationMode, KVBoost, StockModel
 from kvboost.cli.main import app
+from support.forwards import intercept
 from support.hybrids import hybrid_model
 from support.tiny import make_engine, random_ids
 
@@ -61,7 +62,7 @@ def answer(engine: KVBoost, ids: list[int], count: int = 3, **options: Any) -> i
 
 def stored(engine: KVBoost) -> dict[int, bool]:
     """The ends of all chunks, and whether states are stored there."""
-    infos = engine._runtime.store._holdings.catalogue.infos().values()
+    infos = engine.runtime.store.holdings.catalogue.infos().values()
     ends: dict[int, bool] = {}
     for info in infos:
         ends[info.end] = ends.get(info.end, False) or info.has_state
@@ -104,11 +105,11 @@ def test_states_are_kept_on_a_grid_and_where_prompts_and_answers_end() -> None:
 
 def test_by_default_states_take_no_more_memory_than_rows() -> None:
     with make_engine(model()) as engine:
-        forward, every = engine._model.forward, engine._runtime.backend.state_every
+        forward, every = engine.model.forward, engine.runtime.backend.state_every
         assert every == 1024
         assert forward.states.nbytes <= every * forward.shape.row_bytes
     with make_engine(model(), chunk_size=600) as engine:
-        assert engine._runtime.backend.state_every == 1200
+        assert engine.runtime.backend.state_every == 1200
 
 
 def test_where_prompts_part_states_are_kept_for_the_next() -> None:
@@ -193,20 +194,20 @@ def test_a_cancelled_answer_leaves_what_was_computed() -> None:
         assert 59 <= answer(engine, [*ids, *expected(ids, 1), 7, 8, 9]) <= 61
 
 
-def test_a_failed_prompt_leaves_nothing() -> None:
+def test_a_failed_prompt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
-        forward, ids, run = engine._model.forward, random_ids(90, 1), engine._model.forward._run
+        ids = random_ids(90, 1)
 
-        def fail(segments: Any, cache: Any) -> torch.Tensor:
+        def fail(run: Any, segments: Any, cache: Any) -> torch.Tensor:
             if segments[0].first >= 64:
                 cache.states.extend_conv(cache.states.shape.places[0], torch.ones(1, 32, 1), None)
                 raise RuntimeError("no memory")
             return run(segments, cache)
 
-        forward._run = fail  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="no memory"):
-            engine.generate(ids, 3, EXACT)
-        forward._run = run  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            intercept(engine, patched, fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                engine.generate(ids, 3, EXACT)
         assert stored(engine) == {} and answer(engine, ids) == 0
 
 

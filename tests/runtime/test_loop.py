@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ from kvboost import (
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime import decode
+from kvboost.runtime.devices import Cpu, Device
 from support.batches import EXACT, TEXT, alone, on_buffers, slow_down
+from support.forwards import intercept
 from support.tiny import CONTEXT, make_engine, tiny_model
 
 pytestmark = pytest.mark.usefixtures("share_short_beginnings")
@@ -65,7 +68,12 @@ def test_a_batch_gives_the_answers_of_single_requests(
         for index, (place, shared, own, _) in enumerate(drawn)
     ]
     limits = [tokens for *_, tokens in drawn]
-    with make_engine(tiny_model("llama"), step_rows=step_rows, max_running=max_running) as engine:
+    model = tiny_model("llama")
+    with (
+        patch.object(Device, "step_rows", step_rows),
+        patch.object(Cpu, "step_rows", step_rows),
+        make_engine(model, max_running=max_running) as engine,
+    ):
         expected = [
             engine.generate(prompt, most, GenerationMode.BASELINE, logprobs=2)
             for prompt, most in zip(prompts, limits, strict=True)
@@ -127,26 +135,26 @@ def test_requests_keep_their_own_options(make: Callable[..., KVBoost]) -> None:
 def test_shared_text_is_read_and_held_once(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(sharing_wait=60.0)
+    monkeypatch.setattr("kvboost.runtime.scheduler.SHARING_WAIT", 60.0)
+    engine = make()
     computed: list[int] = []
-    run = engine._model.forward._run
 
-    def counting(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def counting(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         computed.append(sum(map(len, segments)))
         return run(segments, cache)
 
     held: list[int] = []
-    live = engine._runtime.running.nbytes
-    monkeypatch.setattr(engine._model.forward, "_run", counting)
+    live = engine.runtime.running.nbytes
+    intercept(engine, monkeypatch, counting)
     monkeypatch.setattr(
-        engine._runtime.running, "nbytes", lambda: (held.append(live()[0]), live())[1]
+        engine.runtime.running, "nbytes", lambda: (held.append(live()[0]), live())[1]
     )
     prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(6)]
     results = engine.generate_batch([*prompts, prompts[0]], 12, EXACT, ignore_eos=True)
     assert sum(computed) < 160 + 7 * (30 + 12)
     assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
-    buffer = engine._runtime.pool.bytes_for(1)
+    buffer = engine.runtime.pool.bytes_for(1)
     assert max(held) <= 7 * buffer  # a buffer of 256 rows each, 170 of them shared
 
 
@@ -157,13 +165,13 @@ def test_rows_are_kept_once_unless_others_wait_or_the_answer_is_long(
         engine = make(**config)
         engine.warm(TEXT[:96])
         calls: list[bool] = []
-        admit = engine._runtime.store.admit
+        admit = engine.runtime.store.admit
 
         def counted(*args: Any, **options: Any) -> int:
             calls.append(options["wait"])
             return admit(*args, **options)
 
-        monkeypatch.setattr(engine._runtime.store, "admit", counted)
+        monkeypatch.setattr(engine.runtime.store, "admit", counted)
         results = engine.generate_batch(prompts, 4, mode, heal="off")
         assert all((result.moved_tokens > 0) == (mode != "prefix_cache") for result in results)
         return len(calls)
@@ -320,7 +328,7 @@ def test_a_prompt_is_looked_up_when_it_arrives(
     engine = make()
     engine.generate(TEXT[:64], 1, EXACT)
     slow_down(engine, monkeypatch)
-    catalogue = engine._runtime.store._holdings.catalogue
+    catalogue = engine.runtime.store.holdings.catalogue
     searched: list[str] = []
     match = catalogue.match
 
@@ -391,7 +399,7 @@ def test_a_full_queue_is_an_error_but_a_batch_waits(
 
 
 def test_a_request_that_can_never_fit_is_refused(make: Callable[..., KVBoost]) -> None:
-    row = make()._model.forward.shape.row_bytes
+    row = make().model.forward.shape.row_bytes
     engine = make(max_kv_bytes=100 * row)
     with pytest.raises(KVTooLargeError, match="120 tokens") as error:
         engine.generate_batch([TEXT[:100]], 20)

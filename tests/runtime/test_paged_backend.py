@@ -27,7 +27,7 @@ def test_the_first_requests_record_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         expected = plain.generate(TEXT, 3, ignore_eos=True).token_ids
     with paged_engine(monkeypatch, "gpt2") as engine:
         # Steps of 1, 2 and 4 rows are two graphs each; forwards have one size on CPUs.
-        assert engine._runtime.backend.record_graphs(3) == 7
+        assert engine.runtime.backend.record_graphs(3) == 7
         assert capture.names[0] == "rows of prompts", "the largest is not the first"
         assert leaks(engine) == []
         assert engine.generate(TEXT, 3, ignore_eos=True).token_ids == expected
@@ -45,14 +45,14 @@ def test_recording_ends_where_the_memory_for_graphs_does(monkeypatch: pytest.Mon
     if DEVICE == "cpu":
         use_torch_kernels(monkeypatch)
     with paged_engine(monkeypatch, "gpt2") as engine:
-        assert engine._runtime.backend.record_graphs(3) == 3
+        assert engine.runtime.backend.record_graphs(3) == 3
 
 
 def test_idle_time_records_what_requests_have_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ReplayAgain()
     monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     with paged_engine(monkeypatch, "gpt2") as engine:
-        backend = engine._runtime.backend
+        backend = engine.runtime.backend
         recorded = backend.record_graphs(1)
         engine.generate(TEXT, 1, ignore_eos=True)
         (later,) = engine.generate_batch([TEXT + TEXT[:20]], 1, ignore_eos=True)

@@ -177,7 +177,7 @@ def test_a_request_that_does_not_fit_is_not_overtaken() -> None:
 
 
 def test_a_prompt_waits_for_the_request_that_reads_its_prefix() -> None:
-    scheduled = scheduler(sharing_wait=3.0)
+    scheduled = scheduler()
     first = reading(scheduled, TEXT[:1000])
     second, unrelated = job(np.r_[TEXT[:800], 1, 2, 3]), job(TEXT[2000:2600])
     scheduled.add(second)
@@ -208,8 +208,8 @@ def test_a_prompt_waits_for_the_request_that_reads_its_document() -> None:
     assert scheduled.start(0.0, fits) is with_moved
 
 
-def test_a_request_waits_no_longer_than_sharing_wait() -> None:
-    scheduled = scheduler(sharing_wait=2.0)
+def test_a_request_waits_only_so_long_for_shared_text() -> None:
+    scheduled = scheduler()
     reading(scheduled, TEXT[:1000])
     held = job(TEXT[:900])
     scheduled.add(held)
@@ -219,10 +219,10 @@ def test_a_request_waits_no_longer_than_sharing_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["never", "another root", "known already", "too little", "not reading", "baseline"]
+    "why", ["another root", "known already", "too little", "not reading", "baseline"]
 )
 def test_a_request_does_not_wait_if_that_saves_nothing(why: str) -> None:
-    scheduled = scheduler(sharing_wait=0.0 if why == "never" else 9.0)
+    scheduled = scheduler()
     mode = GenerationMode.BASELINE if why == "baseline" else GenerationMode.CHUNK_KV_REUSE
     first = reading(scheduled, TEXT[:1000], mode=mode)
     if why == "known already":
@@ -261,6 +261,8 @@ def test_a_step_takes_all_answering_requests_and_the_shortest_prompts() -> None:
     assert scheduled.pick(rows, 0.0) == [*answering, short, middle]
     assert scheduled.pick({**rows, short: 400}, 0.0) == [*answering, short], "at least one goes"
     assert scheduled.pick({long: 100}, 0.0) == [long]
+    assert scheduled.pick(rows, 0.0, taken=40) == [*answering, short], "after others of this step"
+    assert scheduled.pick({long: 100}, 0.0, taken=40) == [], "it waits for the next step"
     assert scheduled.slice_rows(False) > scheduled.slice_rows(True)
     rows[middle] = 80
     late = PATIENCE_SECONDS + 1
@@ -283,7 +285,7 @@ def test_requests_expire_at_their_deadline() -> None:
 @given(st.integers(0, 10**6))
 def test_every_request_is_served_in_any_traffic(seed: int) -> None:
     rng = random.Random(seed)
-    scheduled = scheduler(max_running=3, sharing_wait=rng.choice([0.0, 2.0]))
+    scheduled = scheduler(max_running=3)
     coming = [
         job(
             TEXT[(a := rng.randrange(3000)) : a + rng.randrange(1, 900)],
@@ -316,7 +318,7 @@ def test_every_request_is_served_in_any_traffic(seed: int) -> None:
 
 
 def test_no_request_starts_while_others_fill_the_next_step() -> None:
-    scheduled = scheduler(sharing_wait=0.0)
+    scheduled = scheduler()
     first = reading(scheduled, TEXT[:600])
     longer, shorter = job(TEXT[1000:1700]), job(TEXT[2000:2050])
     scheduled.add(longer)
@@ -330,7 +332,7 @@ def test_no_request_starts_while_others_fill_the_next_step() -> None:
 
 
 def test_a_request_that_waits_for_a_device_holds_no_other_back() -> None:
-    scheduled = scheduler(sharing_wait=0.0)
+    scheduled = scheduler()
     reading(scheduled, TEXT[:600]).state.awaits = lambda: False
     late = job(TEXT[1000:1700])
     scheduled.add(late)
@@ -338,7 +340,7 @@ def test_a_request_that_waits_for_a_device_holds_no_other_back() -> None:
 
 
 def test_a_full_step_delays_a_start_only_briefly() -> None:
-    scheduled = scheduler(sharing_wait=0.0)
+    scheduled = scheduler()
     first, late = reading(scheduled, TEXT[:100]), job(TEXT[1000:1700])
     scheduled.add(late)
     assert scheduled.start(PATIENCE_SECONDS, fits, {first: 400}) is None

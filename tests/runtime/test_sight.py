@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost.reuse.driver import _stop
+from kvboost.reuse.driver import step_end
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.sight import Sight
+from support.requests import begin
 from support.vision_models import about, picture, vision_engine
 
 
 def test_slices_do_not_end_inside_images_that_see_ahead() -> None:
     with vision_engine("gemma3") as engine:
-        state = engine._requests.begin(about(picture(), "What?", "Look: "), 1, "baseline", {})
-        sight = Sight(engine._model.vision, state)
+        state = begin(engine, about(picture(), "What?", "Look: "))
+        sight = Sight(engine.model.vision, state)
         ((start, end),) = sight.whole
         assert sight.slice_end(0, start + 3) == start
         assert sight.slice_end(start, start + 3) == end
@@ -29,8 +30,8 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
     with vision_engine(name) as engine:
         prompt: Any = about(picture(), "What?", "Look: ")
         prompt[0]["content"] += about(picture(2), "And that?")[0]["content"]
-        state = engine._requests.begin(prompt, 1, "baseline", {})
-        sight = Sight(engine._model.vision, state)
+        state = begin(engine, prompt)
+        sight = Sight(engine.model.vision, state)
 
         def rows(positions: Any) -> Any:
             steps = sight.rows(positions)
@@ -51,13 +52,13 @@ def test_rows_get_the_features_of_their_places(name: str) -> None:
 
 def test_an_answer_holds_no_features() -> None:
     with vision_engine("smolvlm") as engine:
-        state = engine._requests.begin(about(picture(), "What?"), 9, "baseline", {})
-        generation = Generation(engine._runtime, state)
+        state = begin(engine, about(picture(), "What?"), 9)
+        generation = Generation(engine.runtime, state)
         steps = generation.steps()
         segment, held = next(steps), 0
         while segment is None or segment.first == 0:
             held = max(held, len(generation._prefill.sight._features))
-            given = None if segment is None else engine._model.forward.run_one(segment)
+            given = None if segment is None else engine.model.forward.run_one(segment)
             segment = steps.send(given)
         assert held == 1 and not generation._prefill.sight._features
         steps.close()
@@ -65,8 +66,8 @@ def test_an_answer_holds_no_features() -> None:
 
 def test_parts_of_a_repair_do_not_end_inside_an_interval() -> None:
     positions = np.array([0, 1, 5, 6, 7, 8, 9, 20])
-    assert _stop(positions, 0, 4, [(5, 9)]) == 2
-    assert _stop(positions, 2, 4, [(5, 9)]) == 6
-    assert _stop(positions, 0, 2, [(5, 9)]) == 2
-    assert _stop(positions, 0, 99, [(5, 9)]) == 8
-    assert _stop(positions, 0, 4, []) == 4
+    assert step_end(positions, 0, 4, [(5, 9)]) == 2
+    assert step_end(positions, 2, 4, [(5, 9)]) == 6
+    assert step_end(positions, 0, 2, [(5, 9)]) == 2
+    assert step_end(positions, 0, 99, [(5, 9)]) == 8
+    assert step_end(positions, 0, 4, []) == 4

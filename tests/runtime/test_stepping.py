@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,28 +17,30 @@ import torch
 from kvboost import GenerationMode, KVBoost
 from kvboost.model.execution.segment import Segment
 from kvboost.runtime.decode import Drafts
-from kvboost.runtime.scheduler import Patience
+from kvboost.runtime.devices import Cpu
+from kvboost.runtime.scheduler import Patience, Scheduler
+from kvboost.runtime.stepping import Stepper
 from support.adapters import write_adapter
 from support.batches import EXACT, TEXT, alone, on_buffers
+from support.forwards import intercept
 from support.tiny import dynamic_model, longrope_model, make_engine, tiny_model
 
-pytestmark = pytest.mark.usefixtures("share_short_beginnings")
+pytestmark = pytest.mark.usefixtures("share_short_beginnings", "nothing_shared")
 
 
 @on_buffers
 def test_running_requests_stay_within_max_kv_bytes(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = make()._model.forward.shape.row_bytes
-    engine = make(max_kv_bytes=3 * 256 * row, sharing_wait=0.0)
+    row = make().model.forward.shape.row_bytes
+    engine = make(max_kv_bytes=3 * 256 * row)
     seen: list[int] = []
-    run = engine._model.forward._run
 
-    def watching(*given: Any) -> torch.Tensor:
-        seen.append(engine._runtime.running.nbytes()[0])
+    def watching(run: Any, *given: Any) -> torch.Tensor:
+        seen.append(engine.runtime.running.nbytes()[0])
         return run(*given)
 
-    monkeypatch.setattr(engine._model.forward, "_run", watching)
+    intercept(engine, monkeypatch, watching)
     prompts = [TEXT[i * 100 : i * 100 + 20 + 20 * i] for i in range(9)]
     expected = [alone(engine, prompt, 8) for prompt in prompts]
     seen.clear()
@@ -55,14 +58,13 @@ def test_a_failing_request_does_not_affect_others(
     bad = 255  # a token of no other prompt
     prompts[1].append(bad)
     expected = [alone(engine, prompt, 5) for prompt in prompts]
-    run = engine._model.forward._run
 
-    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def failing(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         if any(bad in one.token_ids.tolist() and len(one) > 1 for one in segments):
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    intercept(engine, monkeypatch, failing)
 
     async def read(prompt: list[int]) -> list[int] | str:
         try:
@@ -88,21 +90,21 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow machine would give the two requests forwards of their own if pauses had a limit.
-    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0)
+    engine = make(reuse_moved="always", max_pause=0.0)
     engine.warm(TEXT[:96])
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)
     assert expected.recomputed_tokens
-    run, failed = engine._model.forward._run, []
+    failed = []
 
-    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def failing(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
             run(segments, cache)  # the hook has done its work
             failed.append(True)
             raise RuntimeError("out of memory")
         return run(segments, cache)
 
-    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    intercept(engine, monkeypatch, failing)
     prompts = [TEXT[2000:2020] + TEXT[:96] + TEXT[2020:2040], prompt]
     got = engine.generate_batch(prompts, 6, each=[{"keep": False}] * 2)
     assert failed
@@ -111,16 +113,85 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
 
 
 @on_buffers
-def test_a_long_prompt_does_not_delay_requests_that_answer(make: Callable[..., KVBoost]) -> None:
-    engine = make(step_rows=10, sharing_wait=0.0)
-    seen: list[tuple[int, int]] = []
-    run = engine._model.forward._run
+def test_probes_share_a_forward_and_so_do_repairs(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As do rows of other prompts. All choose the rows that they choose alone."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    monkeypatch.setattr(Cpu, "step_rows", 1000)
+    engine = make(reuse_moved="always", max_pause=0.0)
+    engine.warm(TEXT[:160])
+    moved = [TEXT[at : at + 20] + TEXT[:160] + TEXT[at + 50 : at + 80] for at in (500, 600, 700)]
+    prompts = [*moved, TEXT[2000:2100]]
+    expected = [engine.generate(prompt, 6, keep=False) for prompt in prompts]
+    forwards: list[list[Any]] = []
 
-    def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
+    def watching(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
+        forwards.append(["probe" if one.until is not None else len(one) for one in segments])
+        return run(segments, cache)
+
+    intercept(engine, monkeypatch, watching)
+    got = engine.generate_batch(prompts, 6, keep=False)
+    repaired = [len(one.reuse.recomputed) + 50 for one in expected[:3]]
+    assert forwards[:2] == [["probe"] * 3 + [100], repaired]
+    for one, other in zip(got, expected, strict=True):
+        assert one.reuse.recomputed == other.reuse.recomputed
+        assert one.token_ids == other.token_ids
+    assert all(one.recomputed_tokens for one in got[:3])
+
+
+@on_buffers
+def test_a_repair_waits_for_a_step_that_has_room_for_it(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step counts the rows of probes and of the repairs that follow them."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    monkeypatch.setattr(Cpu, "step_rows", 60)
+    engine = make(reuse_moved="always", max_pause=0.0)
+    engine.warm(TEXT[:160])
+    steps: list[list[Any]] = []
+    step = Stepper.step
+
+    def stepping(stepper: Stepper) -> None:
+        steps.append([])
+        step(stepper)
+
+    def watching(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
+        steps[-1].append([len(one) for one in segments if not one.decodes])
+        return run(segments, cache)
+
+    monkeypatch.setattr(Stepper, "step", stepping)
+    intercept(engine, monkeypatch, watching)
+
+    async def read() -> None:
+        first = engine.astream(TEXT[2000:2040], 60, ignore_eos=True)
+        await anext(first)
+        moved = (TEXT[at : at + 20] + TEXT[:160] + TEXT[at + 50 : at + 66] for at in (500, 600))
+        others = [engine.astream(prompt, 1, keep=False) for prompt in moved]
+        for stream in (*others, first):
+            async for _ in stream:
+                pass
+        assert all(stream.result.recomputed_tokens for stream in others)
+
+    asyncio.run(read())
+    rows = [[count for forward in forwards for count in forward] for forwards in steps[1:]]
+    assert any(sum(counts) > 20 for counts in rows)
+    assert all(sum(counts) <= 60 or len(counts) == 1 for counts in rows)
+
+
+@on_buffers
+def test_a_long_prompt_does_not_delay_requests_that_answer(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cpu, "step_rows", 10)
+    engine = make()
+    seen: list[tuple[int, int]] = []
+
+    def watching(run: Any, segments: list[Segment], cache: Any) -> torch.Tensor:
         seen.append((sum(len(one) == 1 for one in segments), sum(map(len, segments))))
         return run(segments, cache)
 
-    engine._model.forward._run = watching  # type: ignore[method-assign]
+    intercept(engine, monkeypatch, watching)
 
     async def read() -> None:
         first = engine.astream(TEXT[:20], 60)
@@ -140,8 +211,8 @@ def test_a_long_neighbour_does_not_change_how_short_prompts_rotate(
     model: Callable[[], Any],
 ) -> None:
     """Where rotation depends on the length of what is computed."""
-    with make_engine(model(), sharing_wait=0.0) as engine:
-        limit = engine._model.support.reuse_limit
+    with make_engine(model()) as engine:
+        limit = engine.model.support.reuse_limit
         assert limit is not None
         prompts = [TEXT[: limit + 9], TEXT[500:520], TEXT[600:630], TEXT[700 : 700 + limit - 3]]
         expected = [alone(engine, prompt, 6) for prompt in prompts]
@@ -159,7 +230,7 @@ def test_a_defect_in_the_loop_leaves_no_caller_waiting(
         def broken(*_: Any) -> list[Any]:
             raise MemoryError("no room for a thought")
 
-        patched.setattr(engine._loop._scheduler, "pick", broken)
+        patched.setattr(Scheduler, "pick", broken)
         with pytest.raises(MemoryError):
             engine.generate_batch([TEXT[:20], TEXT[30:60]], 4)
     assert engine.generate_batch([TEXT[:20]], 4)[0].token_ids == alone(engine, TEXT[:20], 4)
@@ -178,13 +249,13 @@ def test_answers_go_on_between_the_layers_of_other_forwards(
 ) -> None:
     """Where a step runs before every layer, the answers stay the same."""
     prompts = [TEXT[:40], TEXT[100:300], TEXT[:240], TEXT[500:530], TEXT[700:900]]
-    options: dict[str, Any] = {"strict": False, "sharing_wait": 0.0, "step_rows": 64}
+    monkeypatch.setattr(Cpu, "step_rows", 64)
     each = [{"max_new_tokens": tokens} for tokens in (40, 6, 5, 30, 6)]
-    with make_engine(tiny_model(name), max_pause=0.0, **options) as engine:
+    with make_engine(tiny_model(name), strict=False, max_pause=0.0) as engine:
         expected = [one.token_ids for one in engine.generate_batch(prompts, mode=EXACT, each=each)]
         assert engine.serving_stats()["steps_between_parts"] == 0
     answer_before_each_part(monkeypatch)
-    with make_engine(tiny_model(name), **options) as engine:
+    with make_engine(tiny_model(name), strict=False) as engine:
         got = engine.generate_batch(prompts, mode=EXACT, each=each)
         assert [one.token_ids for one in got] == expected
         assert engine.serving_stats()["steps_between_parts"] > 10
@@ -216,9 +287,9 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
     answers = []
     answer_before_each_part(monkeypatch)
     for max_pause in (0.0, 0.2):
-        engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=max_pause)
+        engine = make(reuse_moved="always", max_pause=max_pause)
         for seed, adapter in enumerate(("own", "other")):
-            folder = write_adapter(tmp_path / adapter, engine._model.forward.model, seed=seed)
+            folder = write_adapter(tmp_path / adapter, engine.model.forward.model, seed=seed)
             engine.load_adapter(adapter, folder)
         engine.generate(TEXT[:180], 1, adapter="own")
         answers.append(asyncio.run(ask(engine)))
@@ -256,7 +327,7 @@ def test_a_request_may_end_while_another_one_probes(
     monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", -1.0)
     monkeypatch.setattr("kvboost.runtime.scheduler.PATIENCE_SECONDS", -1.0)
     answer_before_each_part(monkeypatch)
-    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine = make(reuse_moved="always")
     engine.generate(TEXT[:180], 1)
     moved, short = TEXT[500:520] + TEXT[:180] + TEXT[600:620], TEXT[700:710]
     alone = engine.generate(short, 14, ignore_eos=True).token_ids
@@ -273,22 +344,21 @@ def test_a_request_may_end_while_another_one_probes(
 def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(sharing_wait=0.0)
+    engine = make()
 
     async def read() -> int:
         answering = engine.astream(TEXT[:40], 100, ignore_eos=True)
         await anext(answering)
         cancelled = threading.Event()
-        run = engine._model.forward._run
 
-        def cancel_first(segments: list[Segment], *rest: Any) -> torch.Tensor:
+        def cancel_first(run: Any, segments: list[Segment], *rest: Any) -> torch.Tensor:
             if sum(map(len, segments)) > 50 and not cancelled.is_set():
                 answer_before_each_part(monkeypatch)
                 engine._loop.cancel(engine._loop._scheduler.running[0])
                 cancelled.set()
             return run(segments, *rest)
 
-        monkeypatch.setattr(engine._model.forward, "_run", cancel_first)
+        intercept(engine, monkeypatch, cancel_first)
         before = engine.serving_stats()["steps_between_parts"]
         async for _ in engine.astream(TEXT[100:300], 1):
             pass

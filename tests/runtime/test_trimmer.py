@@ -12,7 +12,7 @@ def test_memory_is_returned_after_every_few_requests(
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(runtime, "release_freed_memory", lambda: given.append(0))
-    monkeypatch.setattr(engine._runtime, "trimmer", runtime.Trimmer())
+    monkeypatch.setattr(engine.runtime, "trimmer", runtime.Trimmer())
     for count in range(1, 2 * runtime.TRIM_EVERY + 1):
         engine.generate([1, 2, 3], 1)
         assert len(given) == count // runtime.TRIM_EVERY

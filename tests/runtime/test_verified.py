@@ -12,6 +12,7 @@ from kvboost.runtime.generation import Generation
 from support.healed import SLOPPY, num_exact, warmed
 from support.paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from support.prompts import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
+from support.requests import begin
 from support.tiny import (
     dynamic_model,
     longrope_model,
@@ -146,9 +147,9 @@ def test_a_batch_verifies_beside_other_requests(engine) -> None:
 @pytest.mark.parametrize("forwards", [1, 4, 8])
 def test_a_cancelled_one_leaves_only_exact_rows(engine, monkeypatch, forwards) -> None:
     prompt = prompt_of([3, 1])
-    monkeypatch.setattr(engine._runtime.backend, "prefill_slice", 16)
-    state = engine._requests.begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
-    steps = Generation(engine._runtime, state).steps()
+    monkeypatch.setattr(engine.runtime.backend, "prefill_slice", 16)
+    state = begin(engine, prompt, 6, "chunk_kv_reuse", **VERIFIED)
+    steps = Generation(engine.runtime, state).steps()
     given = None
     for _ in range(forwards):
         segment = steps.send(given)

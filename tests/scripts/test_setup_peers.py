@@ -114,14 +114,14 @@ def test_npm_is_asked_for_them_where_it_is(home, monkeypatch) -> None:
     tools = home / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    setup._install_node_packages("clients")
+    setup.install_node_packages("clients")
     folder = setup.peers_dir() / "clients" / setup.NODE
     assert not folder.exists()
     npm = tools / "npm"
     npm.write_text('#!/bin/sh\n[ "$1" = ci ] && [ -f package-lock.json ] || exit 9\n')
     npm.chmod(0o755)
-    setup._install_node_packages("clients")
+    setup.install_node_packages("clients")
     assert (folder / "package.json").is_file()
     npm.write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
     with pytest.raises(KVBoostError, match="no network"):
-        setup._install_node_packages("clients")
+        setup.install_node_packages("clients")

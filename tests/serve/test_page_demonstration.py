@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvboost.runtime.devices import Cpu
 from kvboost.serve.settings import ApiKey
 from support.browser import OpenPage, answered, expect, rows, small_targets
 from support.fake_engine import FakeEngine, FakeStream
@@ -212,8 +213,11 @@ class Pace:
         self._ticks.release()
 
 
-def test_the_page_says_how_far_a_prompt_is_and_cancels_it(open_page: OpenPage) -> None:
-    with tiny_engine(step_rows=64) as engine, live_server(engine) as server:
+def test_the_page_says_how_far_a_prompt_is_and_cancels_it(
+    open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cpu, "step_rows", 64)
+    with tiny_engine() as engine, live_server(engine) as server:
         page = open_page(f"{server.url}/")
         expect(page.locator("#connection")).to_have_text("live")
         pace = Pace(engine)

@@ -77,10 +77,10 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def check_merged(engine: KVBoost, stock: StockModel, folder: Path, targets: Iterable[str]) -> None:
     """Raises unless an adapter gives what its weights give merged. Changes ``stock``."""
-    forward, ids = engine._model.forward, torch.arange(3, 15)
+    forward, ids = engine.model.forward, torch.arange(3, 15)
     written = write_adapter(folder, forward.model, targets=targets)
     adapter = forward.load_adapter(read_adapter(written))
-    with engine._runtime.pool.lend(32) as kv:
+    with engine.runtime.pool.lend(32) as kv:
         kv.adapter = AppliedAdapter(adapter)
         adapted = forward([Segment(kv, ids, range(12), 12)])
     merge(stock.model, folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost
+from support.forwards import intercept
 from support.tiny import DEVICE
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
@@ -25,10 +26,8 @@ def alone(engine: KVBoost, prompt: list[int], *rest: Any, **options: Any) -> lis
 
 
 def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
-    run = engine._model.forward._run
-
-    def slowly(*given: Any) -> torch.Tensor:
+    def slowly(run: Any, *given: Any) -> torch.Tensor:
         threading.Event().wait(seconds)
         return run(*given)
 
-    monkeypatch.setattr(engine._model.forward, "_run", slowly)
+    intercept(engine, monkeypatch, slowly)

@@ -21,6 +21,7 @@ from kvboost.model.triton import (
     fused,
     mass,
     move,
+    mxfp4,
     shift,
     take,
     write,
@@ -43,12 +44,25 @@ SIZES = {
     "DIM": 24, "WIDE": 32, "PAIRS": 10, "WIDE_PAIRS": 16, "HALF": 12, "SECOND": 12, "WIDTH": 24,
     "BLOCKS": 8, "WIDE_BLOCKS": 16, "BLOCK": 16, "ALIGN": 16, "RANKS": 16, "PADDED": 32,
     "COLUMNS": 32, "DEPTH": 128, "EXPANDED": 1024,
-    "INTERLEAVED": False, "OFFSETS": False, "BIAS": True,
+    "INTERLEAVED": False, "OFFSETS": False, "BIAS": True, "JOINED": False, "ROTATED": 0,
+    "TURNS": 16,
 }  # fmt: skip
-IN_PAGES = {"whole": None, "keys": None, "values": None, "dense_rows": 0}
+IN_PAGES = {"whole": None, "turns": None, "keys": None, "values": None, "dense_rows": 0}
 TILE = "tensordesc<bf16[16, 32]>"
 WHOLE_PAGES = {**IN_PAGES, "whole": TILE, "DIM": 32}
-DENSE = {"whole": None, "keys": TILE, "values": TILE, "DIM": 32}
+LATENTS = {
+    "ROTATED": 64, "TURNS": 64, "DIM": 512, "WIDE": 512, "KEYS": 32, "PAGE": 64, "GROUP": 16,
+    "WARPS": 8,
+}  # fmt: skip
+PAGES_OF_LATENTS = {
+    **IN_PAGES,
+    **LATENTS,
+    "whole": "tensordesc<bf16[64, 512]>",
+    "turns": "tensordesc<bf16[64, 64]>",
+    "KEYS": 64,
+    "ROWS": 64,
+}
+DENSE = {"turns": None, "whole": None, "keys": TILE, "values": TILE, "DIM": 32}
 ALL_KEYS = dict.fromkeys(("absent", "window", "cap", "sinks", "lse"))
 ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
 PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
@@ -66,6 +80,7 @@ PRODUCT = {
     "biases": "*bf16",
     "shares": "*bf16",
 }
+IN_MXFP4 = {**PRODUCT, "K": 2880, "words": "*i32", "scales": "*i32", "PTX": True}
 EXACT = {"weights": "*fp32", "biases": None, "shares": None, "AT_ONCE": 32}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (adapters._shrink_kernel, "bf16", {}),
@@ -82,21 +97,28 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (experts._product_kernel, "bf16", PRODUCT),
     (experts._product_kernel, "bf16", {**PRODUCT, "order": None, "experts": "*i64"}),
     (experts._product_kernel, "fp32", {**PRODUCT, **EXACT}),
+    (mxfp4._packed_product_kernel, "bf16", IN_MXFP4),
+    (mxfp4._packed_product_kernel, "bf16", {**IN_MXFP4, "order": None, "experts": "*i64"}),
+    (mxfp4._packed_product_kernel, "fp32", {**IN_MXFP4, **EXACT, "PTX": False}),
     (experts._limited_gate_kernel, "bf16", {"alpha": "fp32", "limit": "fp32", "BLOCK": 1024}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **WHOLE_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),
     (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None, **IN_PAGES}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES, **LATENTS}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **PAGES_OF_LATENTS}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
     (dense._gather_kernel, "bf16", {"counted": None}),
     (dense._merge_kernel, "bf16", {}),
     (fused._rotate_write_kernel, "bf16", {**PLAIN, "ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
+    (mass._mass_kernel, "bf16", {**LATENTS, "KV_HEADS": 1, "cap": None, "window": None}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
     (move._move_kernel, "bf16", {"share": None}),
     (take._take_kernel, "bf16", {"items": "*i64", "table": "*i64"}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
+    (shift._errors_kernel, "bf16", {"JOINED": True}),
     (shift._shift_kernel, "bf16", {}),
     (codes._multiply_kernel, "bf16", {"BITS": 8, "GROUP": 16, "BIAS": False}),
     (codes._multiply_kernel, "bf16", {"BITS": 4, "GROUP": 32, "OFFSETS": True}),
@@ -123,7 +145,8 @@ def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}
     )
-    triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+    warps = given.get("WARPS", 4)
+    triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 2})
     print(kernel.__name__, number)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,22 @@ def warmed(engine: KVBoost, salt: str = "") -> KVBoost:
     return engine
 
 
+def heal_until(engine: KVBoost, stop: Callable[[], bool]) -> None:
+    """Heals the next conversation, as idle time does, until ``stop`` says so."""
+    engine._healer.heal_next(stop)
+
+
 def num_exact(engine: KVBoost, ids: Sequence[int], salt: str = "") -> int:
     """How many rows of a sequence an exact hit covers. They must be those of a full prefill."""
-    runtime = engine._runtime
-    found = make_kv(engine._model.forward.shape, len(ids))
+    runtime = engine.runtime
+    found = make_kv(engine.model.forward.shape, len(ids))
     with runtime.store.lookup(runtime.root(salt), as_token_ids(ids)) as known:
         for hit, data in runtime.store.fetch(known.exact):
             runtime.backend.packer.place(hit, data, found)
         end = known.exact[-1].end if known.exact else 0
     if end:
-        full = make_kv(engine._model.forward.shape, len(ids))
-        engine._model.forward([Segment(full, torch.tensor(ids[:end]), range(end))])
+        full = make_kv(engine.model.forward.shape, len(ids))
+        engine.model.forward([Segment(full, torch.tensor(ids[:end]), range(end))])
         far = max(
             float((ours - theirs).abs().max())
             for layer in range(full.shape.num_layers)

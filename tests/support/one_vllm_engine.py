@@ -19,7 +19,7 @@ def main() -> None:
         if asked.get("fresh"):
             engine.fresh()
         answer = engine.ask(texts.prompt(*asked["order"]), asked["mode"])
-        engine.worker._thread.submit(engine.worker._data.flush).result()
+        engine.worker.thread.submit(engine.worker.data.flush).result()
         print("ANSWER", json.dumps(asdict(answer)), flush=True)
     engine.close()
 

@@ -1,7 +1,8 @@
 """What a page of the documentation quotes: commands, Python code, and what is wrong with them.
 
-Nothing runs here. Commands are given to the parsers of the programs that they name; calls of
-KVBoost in Python code are compared with its signatures.
+Nothing runs here; ``test_page_commands`` runs the commands. Commands of ours are given to the
+parsers of the programs that they name; calls of KVBoost in Python code are compared with its
+signatures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ from kvboost.results import GenerationResult
 from support.load_script import load_example, load_script
 
 ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "research").glob("*.md")),
+    ROOT / "examples" / "README.md",
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)*)`")
 COMMAND = re.compile(
@@ -39,6 +46,10 @@ COMMAND = re.compile(
     r"(?:python -m (?=benchmarks)|python (?=\w+/)|(?=kvboost|make))"
     r"((?:kvboost|make|benchmarks|(?:scripts|examples)/\w+\.py)(?:\s.*|$))"
 )
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 @dataclass(frozen=True)
@@ -67,14 +78,59 @@ def inline_code(text: str) -> list[str]:
     return [code[1].replace("\n", " ") for code in INLINE_CODE.finditer(FENCE.sub("", text))]
 
 
+@dataclass
+class Shown:
+    """A command as a page shows it, and the lines that the page shows as its output."""
+
+    command: str
+    output: list[str] = field(default_factory=list)
+
+
+def shown_commands(text: str) -> Iterator[Shown]:
+    """Every command of a page's blocks for a shell, whatever its program, and every command of ours
+    in its prose."""
+    for code in inline_code(text):
+        if COMMAND.match(code):
+            yield Shown(" ".join(code.split()))
+    for fence in FENCE.finditer(text):
+        if fence[1] in ("bash", "console", "sh"):
+            yield from _typed(fence[2])
+
+
+def _typed(block: str) -> Iterator[Shown]:
+    """The commands of a block. Where lines begin with a prompt, the others are output. A quotation
+    may go on in the next line."""
+    prompted = block.startswith("$ ")
+    shown, open_quotation = None, ""
+    for line in block.replace("\\\n", " ").splitlines():
+        typed = open_quotation or line.startswith("$ ") or not prompted
+        if not typed:
+            shown.output.append(line)
+            continue
+        command = f"{open_quotation}\n{line}" if open_quotation else line.removeprefix("$ ")
+        command = re.sub(r"(^|\s+)# .*$", "", command)
+        open_quotation = command if _is_open(command) else ""
+        if command and not open_quotation:
+            if shown is not None:
+                yield shown
+            shown = Shown(command)
+    assert not open_quotation, open_quotation
+    if shown is not None:
+        yield shown
+
+
+def _is_open(command: str) -> bool:
+    try:
+        shlex.split(command)
+    except ValueError:
+        return True
+    return False
+
+
 def commands(text: str) -> Iterator[tuple[str, ...]]:
     """Every command of ours that a page quotes, as words; the first one is the program."""
-    quoted = inline_code(text)
-    for fence in FENCE.finditer(text):
-        if fence[1] in ("bash", "console"):
-            quoted += fence[2].replace("\\\n", " ").splitlines()
-    for line in quoted:
-        command = COMMAND.match(line)
+    for shown in shown_commands(text):
+        command = COMMAND.match(shown.command)
         if command is not None:
             words = shlex.split(re.split(r"\s[#&|<>;)]", f"{command[1]} ")[0])
             yield tuple(word for word in words if word not in ("...", "…"))

@@ -67,7 +67,7 @@ def paged_kv(slab: Slab, num_rows: int) -> PagedKV:
 
 def forward_of(engine: KVBoost) -> PagedForward:
     """What runs rows in pages; it is made with the first request, or now."""
-    backend = engine._runtime.backend
+    backend = engine.runtime.backend
     assert isinstance(backend, PagedBackend)
     backend.pool.prepare()
     assert isinstance(backend.forward, PagedForward)

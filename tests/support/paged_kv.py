@@ -84,6 +84,18 @@ def dense(pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2, -1))
 
 
+def keys_values(
+    pages: torch.Tensor, table: torch.Tensor, rotated: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request's keys and values, ``[kv_heads, rows, dim]``; as ``attend`` understands
+    ``rotated``."""
+    if rotated is None:
+        keys, values = dense(pages, table)
+        return keys, values
+    rows = pages[table.long()].transpose(0, 1).flatten(1, 2)
+    return rows, rows[..., rotated:]
+
+
 def attention_weights(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -122,12 +134,14 @@ def attention(
     tables: torch.Tensor,
     scale: float,
     absent: torch.Tensor | None = None,
+    rotated: int | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``attend`` computes, in float32, and the logarithms of the sums."""
+    """What ``attend`` computes, in float32, and the logarithms of the sums; with ``rotated``, the
+    channels that it writes."""
     out, sums, start = [], [], 0
     for number, rows in enumerate(positions):
-        keys, values = dense(pages, tables[number])
+        keys, values = keys_values(pages, tables[number], rotated)
         own = query[start : start + len(rows)]
         start += len(rows)
         missing = None if absent is None else absent[number]

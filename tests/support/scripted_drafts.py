@@ -63,7 +63,7 @@ def script(
     """Drafts by ``how`` from the right answers, which are found by the bytes of their prompts."""
     always_draft(monkeypatch)
     monkeypatch.setattr(
-        engine._runtime.speculation,
+        engine.runtime.speculation,
         "make_drafters",
         lambda request, _: [Scripted(answers[request.token_ids.tobytes()], how)],
     )

@@ -291,10 +291,22 @@ def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -
     )
 
 
+def chunk_bytes(model: PreTrainedModel, chunk_size: int = 16) -> int:
+    """The bytes of a chunk of an engine over a model in one precision."""
+    with make_engine(model, max_cache_bytes=0) as engine:
+        return chunk_size * engine.model.forward.shape.row_bytes
+
+
+def in_slices(engine: KVBoost, rows: int) -> KVBoost:
+    """The engine, which from now on reads long prompts so many rows at a time."""
+    engine.runtime.backend.prefill_slice = rows
+    return engine
+
+
 def runner_of(engine: KVBoost) -> Any:
     """What runs its segments. Over pages it is made with the first request, or now."""
-    with engine._runtime.pool.lend(1):
-        return engine._runtime.backend.forward
+    with engine.runtime.pool.lend(1):
+        return engine.runtime.backend.forward
 
 
 def random_ids(length: int, seed: int) -> list[int]:

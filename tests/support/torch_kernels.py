@@ -16,9 +16,9 @@ from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
 from kvboost.model.triton.move import MovePlan, Source
 from kvboost.model.triton.move import move as move_kernel
-from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
+from kvboost.model.triton.pages import PagedLayers, are_joined, check_pages, halves, slots_of
 from kvboost.model.triton.rows import TiledRows
-from support.paged_kv import attention_weights, dense
+from support.paged_kv import attention_weights, keys_values
 
 USES = {
     "attend": (
@@ -52,32 +52,36 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    rotated: int | None = None,
     *,
     absent: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     page = check_pages(pages)[1]
-    _check_query(query, pages, rows)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    _check_query(query, pages, rows, rotated)
+    if out is None:
+        out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+    written = out if rotated is None else out[:, :, rotated:]
     for request, start, count, room, part, *_ in rows.items.tolist():
         if part or not room:
             continue
         if count < room:  # rows that are not there
-            out[(start + count) // rows.group : -(-(start + room) // rows.group)] = 0
+            written[(start + count) // rows.group : -(-(start + room) // rows.group)] = 0
         if not count:
             continue
         at = slice(start // rows.group, -(-(start + count) // rows.group))
         positions = rows.positions[at]
         num_keys = int(positions.max()) + 1
-        keys, values = dense(pages, rows.tables[request, : -(-num_keys // page)])
+        table = rows.tables[request, : -(-num_keys // page)]
+        keys, values = keys_values(pages, table, rotated)
         keys, values = keys[:, :num_keys], values[:, :num_keys]
         missing = None if absent is None else absent[request, :num_keys]
         weights, sums = attention_weights(
             query[at], keys, positions, scale, window, softcap, missing, sinks
         )
         values = values.float().nan_to_num().repeat_interleave(query.shape[1] // len(values), 0)
-        out[at] = torch.einsum("hrk,hkd->rhd", weights, values).to(out.dtype)
+        written[at] = torch.einsum("hrk,hkd->rhd", weights, values).to(out.dtype)
         if lse is not None:
             lse[at] = sums
     return out
@@ -86,7 +90,9 @@ def attend(
 def write(
     keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    page = check_pages(pages)[1]
+    _, page, dim = check_pages(pages)
+    if are_joined(keys, values, dim):
+        keys, values = halves(keys)
     is_written = slots >= 0
     slots = slots[is_written]
     pages[slots // page, :, slots % page] = torch.cat([keys, values], -1)[is_written]

@@ -56,7 +56,7 @@ def here() -> Any:
     """The worker in this process."""
     group = get_kv_transfer_group()
     assert isinstance(group, KVBoostConnector)
-    return group._worker
+    return group.worker
 
 
 class Engine:
@@ -94,7 +94,7 @@ class Engine:
     @property
     def rows(self) -> int:
         """The rows that our own forwards have computed so far."""
-        return self.worker._forward.num_rows
+        return self.worker.forward.num_rows
 
     def ask(
         self, ids: Sequence[int], mode: Mode = "repaired", tokens: int = 8, **prompt: Any
@@ -146,16 +146,16 @@ class Engine:
     @property
     def num_chunks(self) -> int:
         """How many chunks our store has."""
-        assert self.connector._planner._index is not None
-        return len(self.connector._planner._index)
+        assert self.connector.planner.index is not None
+        return len(self.connector.planner.index)
 
     def set_slices(self, rows: int) -> None:
-        self.worker._options = replace(self.worker._options, slice_rows=rows)
+        self.worker.options = replace(self.worker.options, slice_rows=rows)
 
     def set_repair(self, strategy: str) -> None:
-        planner = self.connector._planner
-        config = replace(planner._options.engine, recompute_strategy=strategy)
-        planner._options = replace(planner._options, engine=config)
+        planner = self.connector.planner
+        config = replace(planner.options.engine, recompute_strategy=strategy)
+        planner.options = replace(planner.options, engine=config)
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()

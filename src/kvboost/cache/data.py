@@ -34,13 +34,13 @@ class ChunkData:
         self._held: Counter[ChunkKey] = Counter()
         self._gone: deque[ChunkKey] = deque()
         self._residency = Residency(tiers, self, policy=LearnedPolicy, state_every=state_every)
-        self._transfers = Transfers(tiers, self._residency, self._lock, format)
-        self._transfers.open()
+        self.transfers = Transfers(tiers, self._residency, self._lock, format)
+        self.transfers.open()
 
     def put(self, chunks: Sequence[KVChunk]) -> None:
         """Keeps new chunks of one sequence, parents first. What finds no room counts as gone, and
         so do the chunks after it."""
-        for number, chunk in enumerate(self._transfers.adopt(chunks)):
+        for number, chunk in enumerate(self.transfers.adopt(chunks)):
             with self._lock:
                 self._known.add(chunk.key)
                 if self._residency.put(chunk):
@@ -58,7 +58,7 @@ class ChunkData:
 
     def at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks if all are in the fastest tier: nothing is copied. None otherwise."""
-        chunks = self._transfers.at_hand(planned)
+        chunks = self.transfers.at_hand(planned)
         if chunks is not None:
             with self._lock:
                 self._residency.touch([chunk.key for chunk in chunks])
@@ -68,9 +68,9 @@ class ChunkData:
         """The planned chunks; None if one is lost or is not what was planned."""
         keys = [info.key for info in planned]
         if not self.is_ready(keys):
-            self._transfers.refresh(now=True)  # another process may have written them
+            self.transfers.refresh(now=True)  # another process may have written them
         with self._hold(keys):
-            chunks = list(self._transfers.fetch(planned))
+            chunks = list(self.transfers.fetch(planned))
         with self._lock:
             self._residency.touch(keys)
         return [chunk for chunk in chunks if chunk is not None] if all(chunks) else None
@@ -85,13 +85,13 @@ class ChunkData:
         with self._lock:
             self._residency.drop(keys)
             self._known.difference_update(keys)
-        self._transfers.await_writing()
-        self._transfers.remove_files(keys)
+        self.transfers.await_writing()
+        self.transfers.remove_files(keys)
 
     def purge(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
         """The same, in the remote store too; returns how many are left, by tier."""
         self.drop(keys)
-        return self._transfers.purge(keys)
+        return self.transfers.purge(keys)
 
     def take_gone(self) -> list[ChunkKey]:
         """The chunks that have left the last tier since the last call. Takes no lock: whoever asks
@@ -109,15 +109,15 @@ class ChunkData:
 
     def remote_stats(self) -> RemoteStats | None:
         """Of the remote store, which is asked; None if there is none."""
-        return self._transfers.remote_stats()
+        return self.transfers.remote_stats()
 
     def flush(self) -> None:
         """Writes what is not written yet."""
-        self._transfers.flush()
+        self.transfers.flush()
 
     def close(self) -> None:
         """Writes what is pending and releases everything."""
-        self._transfers.close()
+        self.transfers.close()
 
     @contextmanager
     def _hold(self, keys: Sequence[ChunkKey]) -> Iterator[None]:

@@ -48,7 +48,6 @@ class Holdings:
         *,
         window: int,
         policy: Callable[[], EvictionPolicy],
-        max_chunks: int | None,
         attention_share: float,
         max_pinned_bytes: int | None,
         state_every: int | None = None,
@@ -59,7 +58,6 @@ class Holdings:
             tiers,
             self,
             policy=policy,
-            max_chunks=max_chunks,
             attention_share=attention_share,
             state_every=state_every,
         )

@@ -57,7 +57,6 @@ class ChunkStore:
         origin: Origin,
         format: AnyFormat | None = None,
         window: int = WINDOW,
-        max_chunks: int | None = None,
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
         max_pinned_bytes: int | None = None,
@@ -65,20 +64,19 @@ class ChunkStore:
     ) -> None:
         """``origin`` names the model. Other models' chunks in a shared folder only take room.
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
-        refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
-        of attending to one token, in rows computed: chunks late in a text cost more to compute.
+        refused. ``attention_share`` is the cost of attending to one token, in rows computed: chunks
+        late in a text cost more to compute.
         ``max_pinned_bytes`` bounds what :meth:`pin` protects. ``state_every``: for a model with
         states, which are stored at multiples of so many rows at least; a lookup then ends where
         states are stored."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
         self._secret = secret
         self._naming = Naming(cut, origin, secret=secret, state_every=state_every)
-        self._holdings = holdings = Holdings(
+        self.holdings = holdings = Holdings(
             tiers,
             self._naming,
             window=window,
             policy=policy,
-            max_chunks=max_chunks,
             attention_share=attention_share,
             max_pinned_bytes=max_pinned_bytes,
             state_every=state_every,
@@ -87,10 +85,10 @@ class ChunkStore:
         self.epoch = 0
         """Changes when something is forgotten."""
         self._closed = False
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._admission = threading.Lock()
         self._forgetting = threading.Lock()
-        self._transfers = Transfers(tiers, holdings.residency, self._lock, format)
+        self.transfers = Transfers(tiers, holdings.residency, self.lock, format)
         self._remote: RemoteLookup | None = None
         if tiers.remote is not None:
             self._remote = RemoteLookup(
@@ -98,30 +96,30 @@ class ChunkStore:
                 self._naming,
                 holdings.catalogue,
                 holdings.on_found_in_remote,
-                self._lock,
+                self.lock,
             )
-        self._transfers.open()
+        self.transfers.open()
 
     def listen(self, listener: StoreListener, root: ChunkKey) -> None:
         """Tells ``listener`` of exact chunks of ``root`` that requests store or use, and of every
         chunk that is gone."""
-        with self._lock:
-            self._holdings.listen(listener, root)
+        with self.lock:
+            self.holdings.listen(listener, root)
 
     @property
     def fastest_tier(self) -> str:
-        return self._holdings.residency.fastest
+        return self.holdings.residency.fastest
 
     @property
     def used_share(self) -> float:
         """The share of the memory that is taken: the host's, or a GPU's if that is fuller."""
-        with self._lock:
-            return self._holdings.residency.used_share
+        with self.lock:
+            return self.holdings.residency.used_share
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a chunk is in some tier."""
-        with self._lock:
-            holdings = self._holdings
+        with self.lock:
+            holdings = self.holdings
             return key in holdings.catalogue and holdings.residency.where(key) is not None
 
     @contextmanager
@@ -148,24 +146,24 @@ class ChunkStore:
         ``edges``: no stored chunk crosses one. What was found ``early`` for the same prompt is
         returned if it still holds.
         """
-        self._transfers.refresh()
+        self.transfers.refresh()
 
         def match() -> KnownRows:
-            return self._holdings.match(root, token_ids, moved_before, repair, early)
+            return self.holdings.match(root, token_ids, moved_before, repair, early)
 
         in_remote: list[ChunkKey] = []
         if ask_remote and self._remote is not None:
             in_remote = self._remote.ask(*(root, token_ids, moved_before, match, edges, lag_of))
-        with self._lock:
+        with self.lock:
             known = match()
             keys = list(known.keys()) if pin else []
-            self._holdings.in_use.update(keys)
+            self.holdings.in_use.update(keys)
         try:
             yield known
         finally:
-            with self._lock:
-                self._holdings.release(keys)
-                self._holdings.residency.drop_unfetched([*in_remote, *keys])
+            with self.lock:
+                self.holdings.release(keys)
+                self.holdings.residency.drop_unfetched([*in_remote, *keys])
 
     def look_early(
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
@@ -175,9 +173,9 @@ class ChunkStore:
         with states, which go while their chunks stay."""
         if self._remote is not None or self._has_states:
             return None
-        with self._lock:
-            known = self._holdings.match(root, token_ids, moved_before, repair)
-            return EarlyLookup(known, self._holdings.catalogue.newest)
+        with self.lock:
+            known = self.holdings.match(root, token_ids, moved_before, repair)
+            return EarlyLookup(known, self.holdings.catalogue.newest)
 
     def following(
         self, root: ChunkKey, in_place: Sequence[Hit], token_ids: TokenIds, count: int
@@ -185,8 +183,8 @@ class ChunkStore:
         """The next ``count`` tokens, as far as there are any, of the cached text that begins with
         the ``in_place`` hits of a prompt. Where it branches, of the branch that shares most with
         the prompt."""
-        with self._lock:
-            found = self._holdings.catalogue.following(root, in_place, token_ids, count)
+        with self.lock:
+            found = self.holdings.catalogue.following(root, in_place, token_ids, count)
         return found[:count]
 
     def trace(
@@ -206,15 +204,15 @@ class ChunkStore:
         rows before it, and where they end; ``donors``: chunks that were moved, and their first
         token. ``elsewhere`` looks for its text at other positions, ``other_salts`` under other
         roots."""
-        with self._lock:
-            catalogue = self._holdings.catalogue
-            left = self._holdings.departed.until(at)
+        with self.lock:
+            catalogue = self.holdings.catalogue
+            left = self.holdings.departed.until(at)
             before = [tuple(catalogue.before(*one, SHOWN_TOKENS).tolist()) for one in donors]
             used = {key for key, _ in path}
             places = catalogue.elsewhere(root, token_ids, row, used) if elsewhere else []
         under_others: list[tuple[int, int]] = []
         for other in sorted(self.roots() - {root})[:MOST_ROOTS_TRACED] if other_salts else ():
-            with self._lock:
+            with self.lock:
                 under_others += catalogue.known_under(other, token_ids, row)
         gone = gone_rows(left, [(root, 0), *path], token_ids, self._secret)
         return Traces(tuple(gone), tuple(places), tuple(under_others), tuple(before))
@@ -222,7 +220,7 @@ class ChunkStore:
     def fetch(self, hits: Sequence[Hit]) -> Iterator[tuple[Hit, KVData]]:
         """The data of pinned hits, in order. Slow tiers are read ahead. A chunk that is not
         available, or is not what the hit says, is forgotten and raises ``ChunkLost``."""
-        chunks = self._transfers.fetch([hit.chunk for hit in hits])
+        chunks = self.transfers.fetch([hit.chunk for hit in hits])
         for hit, chunk in zip(hits, chunks, strict=True):
             if chunk is None:
                 raise ChunkLost(hit.chunk.key)
@@ -230,8 +228,8 @@ class ChunkStore:
 
     def at_hand(self, hits: Sequence[Hit]) -> list[KVData]:
         """The data of the first of pinned ``hits`` that are in the fastest tier."""
-        with self._lock:
-            residency = self._holdings.residency
+        with self.lock:
+            residency = self.holdings.residency
             tier = residency.fastest
             here = takewhile(lambda hit: hit.tier == tier, hits)
             chunks = residency.at_hand([hit.chunk.key for hit in here])
@@ -239,14 +237,14 @@ class ChunkStore:
 
     def count_hits(self, number: int) -> None:
         """So many chunks of the fastest tier served a request without being fetched."""
-        with self._lock:
-            self._holdings.residency.hits[self.fastest_tier] += number
+        with self.lock:
+            self.holdings.residency.hits[self.fastest_tier] += number
 
     def touch(self, *paths: Sequence[Hit]) -> None:
         """A request uses these hits, each path from its first chunk to its last: they are evicted
         later."""
-        with self._lock:
-            self._holdings.residency.touch(*([hit.chunk.key for hit in path] for path in paths))
+        with self.lock:
+            self.holdings.residency.touch(*([hit.chunk.key for hit in path] for path in paths))
 
     def admit(
         self,
@@ -295,14 +293,14 @@ class ChunkStore:
             if grows:
                 places = takewhile(lambda place: place.part.end < len(token_ids), places)
             turns = frozenset[int]() if states is None else states.turns
-            admission = Admission(self._holdings, self._transfers, self._naming, self._lock, turns)
+            admission = Admission(self.holdings, self.transfers, self._naming, self.lock, turns)
             try:
                 return admission.run(places, pack)
             finally:
-                with self._lock:
+                with self.lock:
                     if states is not None:
-                        self._holdings.drop_states(admission.path, states.since)
-                    self._holdings.announce(root, token_ids)
+                        self.holdings.drop_states(admission.path, states.since)
+                    self.holdings.announce(root, token_ids)
         finally:
             self._admission.release()
 
@@ -311,15 +309,15 @@ class ChunkStore:
         now: ``token_ids``, which begin a sequence. Copies in use stay, and so do those that a chunk
         with other text continues. Returns how many were dropped."""
         with self._admission:
-            with self._lock:
-                dropped = self._holdings.drop_superseded(root, token_ids, repair)
-            self._transfers.remove_files(dropped)
+            with self.lock:
+                dropped = self.holdings.drop_superseded(root, token_ids, repair)
+            self.transfers.remove_files(dropped)
         return len(dropped)
 
     def most_valuable(self, limit: int) -> list[dict[str, Any]]:
         """The chunks in RAM that would be evicted last, the very last one first."""
-        with self._lock:
-            return self._holdings.most_valuable(limit)
+        with self.lock:
+            return self.holdings.most_valuable(limit)
 
     def pin(
         self,
@@ -336,18 +334,18 @@ class ChunkStore:
         This replaces what ``name`` pinned before: the same call renews a pin and lets it grow with
         a conversation. Raises PinError if ``max_pinned_bytes`` is too small; the earlier pin then
         stays."""
-        with self._lock:
-            return self._holdings.pin(name, root, token_ids, repair=repair, ttl=ttl)
+        with self.lock:
+            return self.holdings.pin(name, root, token_ids, repair=repair, ttl=ttl)
 
     def unpin(self, name: str) -> Pin | None:
         """Ends a pin; returns what it was, or None if there is none of that name."""
-        with self._lock:
-            return self._holdings.unpin(name)
+        with self.lock:
+            return self.holdings.unpin(name)
 
     def pins(self) -> list[Pin]:
         """All pins, in the order in which they end."""
-        with self._lock:
-            return self._holdings.pins()
+        with self.lock:
+            return self.holdings.pins()
 
     def forget_text(self, texts: Sequence[TokenIds]) -> int:
         """Forgets every chunk that contains a piece of ``texts`` or follows such a chunk, in use or
@@ -363,10 +361,10 @@ class ChunkStore:
         """Forgets what ``choose`` picks, here and in the remote store."""
         with self._forgetting:
             self._begin_epoch()
-            self._transfers.refresh(now=True)
-            with self._lock:
-                here = self._holdings.catalogue.infos()
-            listed = self._transfers.list_remote()
+            self.transfers.refresh(now=True)
+            with self.lock:
+                here = self.holdings.catalogue.infos()
+            listed = self.transfers.list_remote()
             in_remote = {info.key: info for info in listed.infos}
             # Together: a chunk that came as moved text has its beginning in the remote store only.
             keys = choose({**in_remote, **here})
@@ -374,8 +372,8 @@ class ChunkStore:
             # Requests that were planned meanwhile may have used these chunks, or have read the text
             # again: nothing of them is kept from now on, and what they have brought in is removed.
             self._begin_epoch()
-            with self._lock:
-                now = self._holdings.catalogue.infos()
+            with self.lock:
+                now = self.holdings.catalogue.infos()
             if now.keys() - (here.keys() - set(keys)):
                 more = [key for key in choose({**in_remote, **now}) if key in now]
                 if more:
@@ -396,10 +394,10 @@ class ChunkStore:
     def _remove(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
         """Removes chunks from every tier, for good; returns how many are left, by tier."""
         self._drop(keys)
-        with self._lock:
-            self._holdings.settle_pins()
-        self._transfers.await_writing()
-        return self._transfers.purge(keys)
+        with self.lock:
+            self.holdings.settle_pins()
+        self.transfers.await_writing()
+        return self.transfers.purge(keys)
 
     def _begin_epoch(self) -> None:
         """From now on nothing is kept of requests that were planned before. No admission is under
@@ -411,64 +409,64 @@ class ChunkStore:
         """Takes chunks out of memory and out of the books, some at a time: requests and pins wait
         for the lock."""
         for start in range(0, len(keys), DROPPED_AT_ONCE):
-            with self._lock:
-                self._holdings.drop(keys[start : start + DROPPED_AT_ONCE], "forgotten")
+            with self.lock:
+                self.holdings.drop(keys[start : start + DROPPED_AT_ONCE], "forgotten")
 
     def roots(self) -> set[ChunkKey]:
         """The roots of all chunks."""
-        with self._lock:
-            return {info.root for info in self._holdings.catalogue.infos().values()}
+        with self.lock:
+            return {info.root for info in self.holdings.catalogue.infos().values()}
 
     def free_gpu(self, is_enough: Callable[[], bool]) -> None:
         """Evicts chunks from the GPU until that ``is_enough``, or no other may go; a few at a
         time, between which other threads have their turn."""
         while not is_enough():
-            with self._lock:
-                if not self._holdings.residency.free_gpu():
+            with self.lock:
+                if not self.holdings.residency.free_gpu():
                     return
             time.sleep(0)
 
     def leave_memory(self, roots: Collection[ChunkKey]) -> int:
         """Takes the chunks of these roots out of memory, except those in use; returns how many.
         What is on disk, or waits to be written there, stays."""
-        with self._lock:
-            infos = self._holdings.catalogue.infos().values()
+        with self.lock:
+            infos = self.holdings.catalogue.infos().values()
             leaving = [info for info in infos if info.root in roots]
-            return self._holdings.residency.leave_memory(leaving)
+            return self.holdings.residency.leave_memory(leaving)
 
     def clear(self) -> None:
         """Forgets everything that is not in use right now, on every tier of this machine."""
         with self._forgetting:
             self._begin_epoch()
-            self._transfers.refresh(now=True)
-            with self._lock:
-                in_use = self._holdings.in_use
-                keys = [key for key in self._holdings.catalogue if key not in in_use]
+            self.transfers.refresh(now=True)
+            with self.lock:
+                in_use = self.holdings.in_use
+                keys = [key for key in self.holdings.catalogue if key not in in_use]
             self._drop(keys)
-            with self._lock:
-                self._holdings.settle_pins()
-                self._holdings.announce_cleared()
-            self._transfers.await_writing()
-            self._transfers.remove_files(keys)
+            with self.lock:
+                self.holdings.settle_pins()
+                self.holdings.announce_cleared()
+            self.transfers.await_writing()
+            self.transfers.remove_files(keys)
 
     def flush(self) -> None:
         """Writes what is not written yet."""
-        self._transfers.flush()
+        self.transfers.flush()
 
     def close(self) -> None:
         """Writes what is not written yet and releases everything."""
         with self._forgetting, self._admission:
             self._closed = True
-            self._transfers.close()
-            with self._lock:
-                self._holdings.catalogue.clear()
+            self.transfers.close()
+            with self.lock:
+                self.holdings.catalogue.clear()
 
     def stats(self) -> StoreStats:
-        remote = self._transfers.remote_stats()
-        with self._lock:
-            return self._holdings.stats(remote)
+        remote = self.transfers.remote_stats()
+        with self.lock:
+            return self.holdings.stats(remote)
 
     def check_integrity(self) -> list[str]:
         """The inconsistencies between catalogue, tiers and pins; empty when all is well."""
-        with self._forgetting, self._admission, self._transfers.quiet(), self._lock:
-            return [] if self._closed else self._holdings.check_integrity()
+        with self._forgetting, self._admission, self.transfers.quiet(), self.lock:
+            return [] if self._closed else self.holdings.check_integrity()

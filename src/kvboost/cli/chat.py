@@ -173,12 +173,16 @@ _LEAVE = ("exit", "quit", "bye")
 
 
 def ask_in_terminal() -> str:
-    """The next line that the user types; empty on Ctrl-D, and on Ctrl-C at the prompt."""
+    """The next line that the user types; empty on Ctrl-D, and on Ctrl-C at the prompt. Lines that
+    come through a pipe are printed, as a terminal shows what is typed."""
     try:
-        return input("you: ").strip()
+        line = input("you: ").strip()
     except (EOFError, KeyboardInterrupt):
         print()
         return ""
+    if not sys.stdin.isatty():
+        print(line)
+    return line
 
 
 def edit_lines() -> None:

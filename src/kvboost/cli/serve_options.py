@@ -216,11 +216,6 @@ class ServeOptions:
         "take no more memory than the KV.",
         min=16,
     )
-    sharing_wait: float = option(
-        "Seconds a request may wait for another that is reading the same text.",
-        EngineConfig.sharing_wait,
-        min=0.0,
-    )
     max_pause: float = option(
         "About how many seconds a running answer waits for its next token at most while other "
         "prompts are read; 0 sets no limit.",

@@ -23,9 +23,11 @@ from kvboost.config.keywords import closest as closest
 from kvboost.config.keywords import refuse_unknown_options as refuse_unknown_options
 from kvboost.config.keywords import unknown_option as unknown_option
 from kvboost.config.repair import CONTROL as CONTROL
+from kvboost.config.repair import CONTROLS as CONTROLS
 from kvboost.config.repair import DEFAULT_RATIO as DEFAULT_RATIO
 from kvboost.config.repair import LEAST_MOVED as LEAST_MOVED
 from kvboost.config.repair import MOST_CONTEXTS as MOST_CONTEXTS
+from kvboost.config.repair import OVERLAP as OVERLAP
 from kvboost.config.repair import STRATEGIES as STRATEGIES
 from kvboost.config.repair import WITHOUT_RATIO as WITHOUT_RATIO
 from kvboost.config.repair import RepairParams as RepairParams

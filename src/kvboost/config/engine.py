@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +19,7 @@ CHUNKING = ("fixed", "semantic", "document")
 KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16
 """Characters of a cache secret."""
-GRAPHS = ("auto", "lazy", "off")
+GRAPHS = ("auto", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "plain", "packed")
 
@@ -70,8 +69,7 @@ class ImageLimits:
 class EngineConfig:
     """How an engine keeps and reuses KV: every option, its default and its check.
 
-    Sizes may be written as ``"2GiB"`` and are kept in bytes; ``document_markers`` may be a single
-    string and is kept as a tuple.
+    Sizes may be written as ``"2GiB"`` and are kept in bytes.
     """
 
     chunk_size: int = 128
@@ -82,22 +80,17 @@ class EngineConfig:
     kept at multiples of so many tokens, and where prompts and answers end. A later prompt can go on
     only where they are kept, and every copy takes memory. By default they take no more memory than
     the KV, and there is one per 1,024 tokens at most. Other models have no states."""
-    max_chunks: int | None = None
-    """The most chunks in memory; by default only bytes limit them."""
     max_cache_bytes: int = 2 * 1024**3
     """The cache's budget in memory."""
     max_pinned_bytes: int | None = None
     """The most that pinned texts may take of it; by default half."""
     chunking: str = "fixed"
     """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
-    text itself determines, ``"document"`` at ``document_markers``."""
+    text itself determines, ``"document"`` at blank lines."""
     recompute_strategy: str = "auto"
-    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``
-    or ``"none"``."""
+    """How moved text is repaired: ``"auto"``, ``"query"`` or ``"cacheblend"``."""
     recompute_ratio: float = DEFAULT_RATIO
-    """The share of moved rows that is computed again."""
-    recompute_overlap: int = 16
-    """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
+    """The share of moved rows that is computed again; 0 uses them as they are."""
     kv_cache_bits: int = 16
     """The precision in which KV is kept. 16 keeps what the model computed (32 bits if the model
     runs in 32); 8 and 4 need less space and are close to it."""
@@ -118,12 +111,6 @@ class EngineConfig:
     cache_secret: str | None = field(default=None, repr=False)
     """Signs the chunks in the folder and the remote store, and keys their names: chunks that are
     not signed with it are refused. At least 16 characters; by default ``KVBOOST_CACHE_SECRET``."""
-    prefill_slice: int | None = None
-    """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
-    default 1,024 on a CPU and 16,384 on a GPU. Requests of a batch take smaller slices
-    (``step_rows``)."""
-    document_markers: tuple[str, ...] = ("\n\n",)
-    """The strings that end a document, with ``chunking="document"``."""
     reuse_moved: str = "when_faster"
     """``"when_faster"`` computes moved text where reusing it would not save time; ``"always"``
     reuses it all the same."""
@@ -151,22 +138,14 @@ class EngineConfig:
     are then close to those with 16, and what such requests compute is not kept in the cache."""
     far_kv_dir: str | os.PathLike[str] | None = None
     """The folder of these files; by default that of the system's temporary files."""
-    sharing_wait: float = 2.0
-    """If a running request is reading text that a new request shares, the new one waits up to this
-    many seconds, and the text is read once. 0 disables the waiting."""
     max_pause: float = 0.2
     """About how many seconds a running answer waits for its next token at most while other prompts
     are read on a CPU: a forward that takes longer lets answers go on between two of its layers. A
     smaller pause makes reading slower. 0 sets no limit."""
     graphs: str = "auto"
     """On a GPU, decode steps and short forwards are recorded as CUDA graphs where the model allows
-    it, which takes up to a twentieth of the GPU's memory: with ``"auto"`` the usual ones when
-    ``from_pretrained`` loads a model, with ``"lazy"`` all when they are first needed. ``"off"``
-    records none."""
-    step_rows: int | None = None
-    """While some requests are answering, at most this many tokens of other prompts are read per
-    step. Fewer keep the answers' pace, more read prompts faster; by default 256 on a CPU and 2,048
-    on a GPU. While no request is answering, it is four times as many."""
+    it, which takes up to a twentieth of the GPU's memory: the usual ones when ``from_pretrained``
+    loads a model, others when they are first needed. ``"off"`` records none."""
     kv_events: KVEvents | None = None
     """Where to publish which text the cache holds, for routers; by default nowhere."""
     speculate: str | int = "auto"
@@ -203,17 +182,13 @@ class EngineConfig:
 
     @cached_property
     def repair(self) -> RepairParams:
-        return RepairParams(
-            self.recompute_strategy, self.recompute_ratio, self.recompute_overlap, self.reuse_moved
-        )
+        return RepairParams(self.recompute_strategy, self.recompute_ratio, self.reuse_moved)
 
     def __post_init__(self) -> None:
         self._normalise()
         whole(self.chunk_size, 8, "chunk_size")
         if self.state_every is not None:
             whole(self.state_every, 16, "state_every")
-        if self.max_chunks is not None:
-            whole(self.max_chunks, 1, "max_chunks")
         one_of(self.chunking, CHUNKING, "chunking")
         _ = self.repair  # validates its part
         one_of(self.heal, HEAL, "heal")
@@ -239,20 +214,10 @@ class EngineConfig:
         whole(self.max_image_pixels, 1, "max_image_pixels")
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
-        at_least(self.sharing_wait, 0.0, "sharing_wait")
         at_least(self.max_pause, 0.0, "max_pause")
         if self.kv_events is not None and not isinstance(self.kv_events, KVEvents):
             raise ConfigError(
                 f"kv_events={self.kv_events!r} must be KVEvents, such as KVEvents('tcp://*:5557')"
-            )
-        for option in ("prefill_slice", "step_rows"):
-            if (rows := getattr(self, option)) is not None:
-                whole(rows, 1, option)
-        if not self.document_markers or not all(
-            isinstance(marker, str) and marker.strip(" ") for marker in self.document_markers
-        ):
-            raise ConfigError(
-                f"document_markers={self.document_markers!r} must hold strings that are not blank"
             )
 
     def _check_audit(self) -> None:
@@ -268,17 +233,11 @@ class EngineConfig:
             )
 
     def _normalise(self) -> None:
-        """Sizes become bytes and markers a tuple, whichever way they were written."""
+        """Sizes become bytes, whichever way they were written."""
         for option in SIZES:
             size = getattr(self, option)
             if size is not None or getattr(EngineConfig, option) is not None:
                 object.__setattr__(self, option, parse_bytes(size, option))
-        markers: object = self.document_markers
-        if isinstance(markers, str):
-            markers = (markers,)
-        if not isinstance(markers, Sequence):
-            raise ConfigError(f"document_markers={markers!r} must be a string or several strings")
-        object.__setattr__(self, "document_markers", tuple(markers))
 
 
 SIZES = (

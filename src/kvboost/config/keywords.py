@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 from kvboost.config.engine import KVEvents
@@ -16,13 +16,11 @@ class EngineOptions(TypedDict, total=False):
 
     chunk_size: int
     state_every: int | None
-    max_chunks: int | None
     max_cache_bytes: int | str
     max_pinned_bytes: int | str | None
     chunking: str
     recompute_strategy: str
     recompute_ratio: float
-    recompute_overlap: int
     kv_cache_bits: int
     gpu_cache_bytes: int | str | None
     disk_cache_dir: str | os.PathLike[str] | None
@@ -30,8 +28,6 @@ class EngineOptions(TypedDict, total=False):
     remote_cache_url: str | None
     remote_cache_bytes: int | str | None
     cache_secret: str | None
-    prefill_slice: int | None
-    document_markers: str | Sequence[str]
     reuse_moved: str
     heal: str
     max_audit_kl: float | None
@@ -41,10 +37,8 @@ class EngineOptions(TypedDict, total=False):
     far_kv_bytes: int | str
     far_kv_bits: int
     far_kv_dir: str | os.PathLike[str] | None
-    sharing_wait: float
     max_pause: float
     graphs: str
-    step_rows: int | None
     kv_events: KVEvents | None
     speculate: str | int
     draft_model: str | os.PathLike[str] | None
@@ -91,7 +85,9 @@ REMOVED = {
     "sink_tokens": "leave it out: the first tokens of a prompt stay where they are",
     "recency_window_chunks": "leave it out: eviction learns which chunks come back; engine.pin() "
     "keeps a text for good",
-    "prefill_chunk_size": "use prefill_slice",
+    "prefill_chunk_size": "leave it out: long prompts are always read in slices",
+    "max_chunks": "leave it out: max_cache_bytes limits the cache",
+    "recompute_overlap": "leave it out: recompute_ratio says how much of moved text is recomputed",
     "speculative_config": "use speculate, and draft_model for a model that drafts",
     "tree_speculative_config": "use speculate: drafts are sequences, not trees",
     "streaming_config": "use device_memory, and host_memory for layers from disk",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvboost.config.validation import one_of, whole, within
+from kvboost.config.validation import one_of, within
 
-STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
+STRATEGIES = ("auto", "query", "cacheblend")
 CONTROL = "random"
-"""A strategy for ``kvboost quality`` alone: any rows, the same number as another strategy."""
+"""Any rows, the same number as another strategy."""
 WITHOUT_RATIO = ("selective", "none")
-"""The strategies that ``recompute_ratio`` says nothing to."""
+"""The ends of every moved passage, or nothing; ``recompute_ratio`` says nothing to them."""
+CONTROLS = (CONTROL, *WITHOUT_RATIO)
+"""Strategies for ``kvboost quality`` and tests alone: what others are compared with."""
+OVERLAP = 16
+"""With ``selective``: how many rows at each end of a moved passage."""
 DEFAULT_RATIO = 0.19
 MOST_CONTEXTS = 4
 """Copies of the same text that are mixed, each read after other text."""
@@ -26,20 +30,17 @@ class RepairParams:
     strategy: str = "auto"
     ratio: float = DEFAULT_RATIO
     """The share of moved rows that is computed again; with ``auto`` on average."""
-    overlap: int = 16
-    """With ``selective``: how many rows at each end of a moved passage."""
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
 
     def __post_init__(self) -> None:
-        if self.strategy != CONTROL:
+        if self.strategy not in CONTROLS:
             one_of(self.strategy, STRATEGIES, "recompute_strategy")
         one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
-        whole(self.overlap, 0, "recompute_overlap")
 
     @property
     def name(self) -> str:
         """Requests whose repairs have the same name may continue from each other's rows."""
-        return f"{self.strategy} {self.ratio} {self.overlap}"
+        return f"{self.strategy} {self.ratio}"

@@ -58,7 +58,7 @@ def repair_rows(
     positions = np.flatnonzero((choice.rows | moved.unknown)[:end])
     stop = 0
     while (start := stop) < len(positions):
-        stop = _stop(positions, start, start + slice_rows, together)
+        stop = step_end(positions, start, start + slice_rows, together)
         part, hook = positions[start:stop], None
         if choice.shift and rows is not None:
             # A slice shifts the rows between the end of the last slice and its own, once.
@@ -71,7 +71,9 @@ def repair_rows(
     return choice.rows, logits
 
 
-def _stop(positions: Positions, start: int, stop: int, together: Sequence[tuple[int, int]]) -> int:
+def step_end(
+    positions: Positions, start: int, stop: int, together: Sequence[tuple[int, int]]
+) -> int:
     """Where a step from ``start`` on ends: at ``stop``, unless that is inside an interval of
     ``together``. Then it ends before the interval, or after it if that leaves nothing."""
     if stop >= len(positions):

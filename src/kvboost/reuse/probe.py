@@ -88,7 +88,7 @@ class AttentionMass(Probe):
         return torch.zeros(2, KINDS, self.start)
 
     def on_query(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
-        scale, window, softcap, sinks = rules
+        scale, window, softcap, sinks, _ = rules
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
-from kvboost.config import RepairParams
+from kvboost.config import OVERLAP, RepairParams
 from kvboost.model.execution.segment import Hook
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation, Probe
@@ -97,14 +97,16 @@ def probe_rows(runs: Sequence[MovedRun]) -> int:
 
 class RepairStep(NamedTuple):
     """Rows of the prompt at ``positions``, increasing and on the host, to be computed, with a
-    ``shift`` of others. Or they run up to layer ``until`` only, for what ``probe`` sees. Rows that
-    are ``absent`` are not attended to."""
+    ``shift`` of others. Or they run up to layer ``until`` only, for what ``probe`` sees. They
+    ``may_go_on`` if all of them will be computed after it. Rows that are ``absent`` are not
+    attended to."""
 
     positions: torch.Tensor
     shift: Hook | None = None
     probe: Probe | None = None
     until: int | None = None
     absent: torch.Tensor | None = None
+    may_go_on: bool = False
 
     @property
     def is_complete(self) -> Callable[[], bool] | None:
@@ -214,7 +216,8 @@ class MovedText:
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, absent[:start])
         rows = np.arange(start, self.live_end)
-        return self._probe(rows, self._seen, bands.last, absent if hidden.any() else None)
+        step = self._probe(rows, self._seen, bands.last)
+        return step._replace(absent=absent if hidden.any() else None, may_go_on=True)
 
     def probe_deviation(self) -> list[RepairStep]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
@@ -232,16 +235,9 @@ class MovedText:
             scores[one.positions.numpy()] = one.squared.numpy()
         return scores * self.rows
 
-    def _probe(
-        self,
-        positions: Positions,
-        probe: Probe,
-        until: int,
-        absent: torch.Tensor | None = None,
-    ) -> RepairStep:
+    def _probe(self, positions: Positions, probe: Probe, until: int) -> RepairStep:
         self._charge(positions, (until + PARTIAL_LAYER) / self.num_layers)
-        rows = torch.from_numpy(positions)
-        return RepairStep(rows, probe=probe, until=until, absent=absent)
+        return RepairStep(torch.from_numpy(positions), probe=probe, until=until)
 
     def charge(self, rows: Which) -> None:
         """Counts ``rows`` as computed once for the repair."""
@@ -284,10 +280,10 @@ def none(moved: MovedText, repair: RepairParams) -> RepairChoice:
 
 
 def selective(moved: MovedText, repair: RepairParams) -> RepairChoice:
-    """The first and the last ``overlap`` rows of every run."""
+    """The first and the last rows of every run."""
     rows = np.zeros_like(moved.rows)
     for run in moved.runs:
-        overlap = min(repair.overlap, run.end - run.start)
+        overlap = min(OVERLAP, run.end - run.start)
         rows[run.start : run.start + overlap] = True
         rows[run.end - overlap : run.end] = True
     return RepairChoice(rows)

@@ -34,16 +34,16 @@ class Rotation:
         interleaved: bool = False,
         kernel: MoveKeys | None = None,
     ) -> None:
-        self._frequencies = frequencies.detach().to("cpu", torch.float64)
+        self.frequencies = frequencies.detach().to("cpu", torch.float64)
         self.interleaved = interleaved
         self._kernel = None if interleaved else kernel
         self._distance_cos_sin = lru_cache(maxsize=64)(self._make_cos_sin)
         self._tables: dict[torch.device, CosSin] = {}
-        _, kinds = torch.unique(self._frequencies, dim=0, return_inverse=True)
+        _, kinds = torch.unique(self.frequencies, dim=0, return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
         """One number per layer; layers of one kind rotate alike. Most models have one kind, Gemma 3
         has two."""
-        self._different = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
+        self._different = self.frequencies if len(set(self.kinds)) > 1 else self.frequencies[:1]
         """One entry for all layers if they rotate alike."""
 
     @property
@@ -74,7 +74,7 @@ class Rotation:
 
     def cos_sin(self, layer: int, positions: torch.Tensor) -> CosSin:
         """Cosine and sine ``[positions, pairs]`` of each position's rotation in one layer."""
-        angles = positions.cpu().double()[:, None] * self._frequencies[layer]
+        angles = positions.cpu().double()[:, None] * self.frequencies[layer]
         return _cos_sin(angles, positions.device)
 
     def turns(self, distances: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -103,7 +103,7 @@ class Rotation:
         return rotated
 
     def _make_cos_sin(self, distance: int, device: torch.device) -> CosSin:
-        return _cos_sin(distance * self._frequencies, device)
+        return _cos_sin(distance * self.frequencies, device)
 
     def _table(self, num_positions: int, device: torch.device) -> CosSin:
         """Cosine and sine ``[layers, positions, pairs]`` of at least ``num_positions``; one entry
@@ -125,7 +125,7 @@ class Rotation:
 
     def _pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of both halves of every pair."""
-        num_pairs = self._frequencies.shape[1]
+        num_pairs = self.frequencies.shape[1]
         if self.interleaved:
             rotating = keys[..., : 2 * num_pairs]
             return rotating[..., 0::2], rotating[..., 1::2]

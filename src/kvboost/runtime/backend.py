@@ -68,11 +68,10 @@ class Backend:
         self.packer = self._make_packer()
         # How many rows of a forward there is memory for; None: for any slice.
         most = None if model.placement is None else model.placement.plan.most_rows
-        self.prefill_slice = config.prefill_slice or most or kind.slice_rows
+        self.prefill_slice = most or kind.slice_rows
         self.embedded_rows = most or kind.embedded_rows
-        step_rows = config.step_rows or kind.step_rows
         # The scheduler takes four times as many.
-        self.step_rows = step_rows if most is None else min(step_rows, most // 4)
+        self.step_rows = kind.step_rows if most is None else min(kind.step_rows, most // 4)
 
     @cached_property
     def max_kv_bytes(self) -> int:
@@ -112,6 +111,11 @@ class Backend:
             return formats[0]
         return MixedFormat(formats, states.tensors)
 
+    @property
+    def _packs(self) -> bool:
+        """Whether stored rows may have fewer than 16 bits."""
+        return self._config.kv_cache_bits < 16 and not self.model.forward.keeps_latents
+
     def serve(self, store: ChunkStore, cost: CostModel) -> None:
         """Is called once, before the first request: with where chunks are, and what forwards
         cost."""
@@ -140,9 +144,9 @@ class Backend:
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could, and which option has no effect."""
         notes, bits = [], self._config.kv_cache_bits
-        if self.device.gpu is not None:
+        if self._why_buffers and self.device.gpu is not None:
             notes.append(f"requests have no pages: {self._why_buffers}")
-        if self.model.forward.keeps_latents and bits < 16:
+        if bits < 16 and not self._packs:
             told = "has no effect: latents are stored in 16 bits or more"
             notes.append(f"kv_cache_bits={bits} {told}")
         return notes

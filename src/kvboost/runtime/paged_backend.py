@@ -64,7 +64,7 @@ class PagedBackend(Backend):
         """Chunks on the GPU are pages of ended requests: if there are to be some, with rows in full
         precision as they were computed, and if any prompt may use them."""
         config = self._config
-        is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
+        is_wanted = config.gpu_cache_bytes != 0 and not self._packs
         keeps = is_wanted and self.shares_rows
         return self._slab_bytes if keeps else 0
 
@@ -96,7 +96,8 @@ class PagedBackend(Backend):
             found.append(self.model.placement.note)
         if has_adapters:
             found.append("prompts with adapters are read without CUDA graphs and fused layers")
-        return [note for note in found if note is not None] if self.device.gpu is not None else []
+        here = [note for note in found if note is not None] if self.device.gpu is not None else []
+        return super().notes(has_adapters=has_adapters) + here
 
     def close(self) -> None:
         """Releases pages and graphs. Graphs and what they run refer to one another, so only

@@ -276,6 +276,6 @@ class Prefill:
             len(positions) - before if probe is None else 0,
             hook=step.shift if probe is None else rows.probe(probe, positions),
             until=step.until,
+            may_go_on=step.may_go_on,
             absent=step.absent,
-            observes=probe is not None,
         )

@@ -4,7 +4,7 @@
             start           first token
 
 Tenants take turns, and a request starts when its KV fits. A request that shares unread text with
-one that is being read waits for it, up to ``sharing_wait`` seconds, so that the text is read once.
+one that is being read waits for it, up to ``SHARING_WAIT`` seconds, so that the text is read once.
 A step takes the next row of every request that is answering, and as many prompt rows as still let
 those requests keep their pace.
 """
@@ -81,7 +81,7 @@ class Job:
     @property
     def is_probing(self) -> bool:
         """Whether its next rows are a probe."""
-        return self.need is not None and self.need.observes
+        return self.need is not None and self.need.until is not None
 
     @property
     def awaits_device(self) -> bool:
@@ -130,6 +130,8 @@ class Job:
         return dict(zip(hashes[places].tolist(), places.tolist(), strict=True))
 
 
+SHARING_WAIT = 2.0
+"""The most seconds that a request waits for text that another one is reading."""
 LEAST_SHARED = 128
 """A request does not wait to share fewer tokens."""
 MOST_BESIDE_HEALING = 8
@@ -225,14 +227,15 @@ class Scheduler:
         job.started = now
         return job
 
-    def pick(self, rows: Mapping[Job, int], now: float) -> list[Job]:
+    def pick(self, rows: Mapping[Job, int], now: float, taken: int = 0) -> list[Job]:
         """The jobs of the next step, among those that need ``rows``: every job that is answering,
-        and the prompts with the fewest rows left until the step is full."""
+        and the prompts with the fewest rows left until the step is full. ``taken``: prompt rows
+        that this step has run already."""
         answering = [job for job in self.running if job in rows and not job.is_reading]
         reading = [job for job in self.running if job in rows and job.is_reading]
         reading.sort(key=lambda job: self._priority(job, now))
-        most = self.slice_rows(bool(answering))
-        chosen, taken = [], 0
+        most = self.slice_rows(any(not job.is_reading for job in self.running))
+        chosen = []
         for job in reading:
             if taken and taken + rows[job] > most:
                 break
@@ -281,8 +284,6 @@ class Scheduler:
 
     def _sharing(self, left: Mapping[Job, Left]) -> list[tuple[Job, Left]]:
         """The jobs that still have to read text that may serve others, and that text."""
-        if not self.config.sharing_wait:
-            return []
         return [
             (job, rows)
             for job, rows in left.items()
@@ -293,7 +294,7 @@ class Scheduler:
         """Whether a job should wait until another one has read the text that both need."""
         if not sharing or job.mode is GenerationMode.BASELINE:
             return False
-        if job.held_since is not None and now - job.held_since >= self.config.sharing_wait:
+        if job.held_since is not None and now - job.held_since >= SHARING_WAIT:
             return False
         if not any(
             other.root == job.root and num_shared(job, other, left) >= LEAST_SHARED

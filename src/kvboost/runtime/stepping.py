@@ -63,10 +63,11 @@ class Stepper:
         self._start_waiting()
         self._outbox.send()
         probes = [job for job in self._running() if job.is_probing]
-        self._run_all(self._needs())
-        repairs = {job for job in probes if not job.is_probing}  # a repair follows its probe
-        if repairs:
-            self._run_all({job: rows for job, rows in self._needs().items() if job in repairs})
+        taken = self._run_all(self._needs())
+        repairs = {job for job in probes if not job.is_probing}
+        if repairs:  # those that the step has room for follow their probes at once
+            needs = {job: rows for job, rows in self._needs().items() if job in repairs}
+            self._run_all(needs, taken)
 
     def rest(self) -> None:
         """Says that the next step does not follow the last one at once."""
@@ -102,10 +103,15 @@ class Stepper:
             self._step_ended = None
             self._is_meanwhile = False
 
-    def _run_all(self, needs: dict[Job, int]) -> None:
-        for batch in self._pick_batches(needs):
+    def _run_all(self, needs: dict[Job, int], taken: int = 0) -> int:
+        """Runs the requests of a step that has ``taken`` rows of prompts; returns how many more it
+        takes with these."""
+        batches = self._pick_batches(needs, taken)
+        more = sum(needs[job] for batch in batches for job in batch if job.is_reading)
+        for batch in batches:
             self._run(batch)
             self._outbox.send()
+        return more
 
     def _remove_departed(self, jobs: Sequence[Job] | None = None) -> None:
         """Ends those of ``jobs``, or of all requests, that were cancelled or have timed out."""
@@ -149,12 +155,13 @@ class Stepper:
         jobs = (job for job in self._running() if job not in self._in_forward)
         return [job for job in jobs if not job.is_reading and job.steps is not None]
 
-    def _pick_batches(self, needs: dict[Job, int]) -> list[list[Job]]:
+    def _pick_batches(self, needs: dict[Job, int], taken: int) -> list[list[Job]]:
         """The requests of this step, among those that need so many rows: one batch, and one more
-        for each that must run alone. Where forwards let others run between their layers, those that
-        are answering have a batch of their own if all together would take long."""
+        for each that must run alone. ``taken``: rows of prompts that the step has run. Where
+        forwards let others run between their layers, those that are answering have a batch of their
+        own if all together would take long."""
         with self._changed:
-            picked = self._scheduler.pick(needs, time.monotonic())
+            picked = self._scheduler.pick(needs, time.monotonic(), taken)
         if len(needs) > 1:
             for job in needs:
                 job.state.accompanied = True

@@ -14,6 +14,7 @@ from kvboost.bench.kit.benchmark import Option
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.bench.serve.clients import SOURCES, Answer
 from support.fake_openai import FakePeer
+from support.homes import use_home
 from support.word_model import word_model
 
 
@@ -50,7 +51,7 @@ def test_a_session_ends_when_its_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SYSTEMS, "fake", FakePeer())
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     monkeypatch.setattr(Option, "check", lambda *_: None)
     settings = Settings(
         model=str(word_model(tmp_path)),
@@ -68,7 +69,7 @@ def test_a_session_ends_when_its_time_is_up(
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYSTEMS, "fake", FakePeer())
     monkeypatch.setitem(SYSTEMS, "broken", FakePeer("raise SystemExit(7)"))
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     monkeypatch.setattr(Option, "check", lambda *_: None)  # these are not of the list
     settings = Settings(
         model=str(word_model(tmp_path)),

@@ -23,6 +23,7 @@ from kvboost.errors import KVBoostError
 from support import fake_openai
 from support.fake_engine import FakeEngine
 from support.fake_openai import FakePeer
+from support.homes import use_home
 from support.live_server import live_server
 from support.word_model import word_model
 
@@ -140,7 +141,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYSTEMS, "fake", FakePeer())
     monkeypatch.setitem(SYSTEMS, "broken", FakePeer("raise SystemExit(7)"))
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     monkeypatch.setattr(Option, "check", lambda *_: None)  # these are not of the list
     shown = StringIO()
     settings = Settings(

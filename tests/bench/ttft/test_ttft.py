@@ -258,7 +258,7 @@ def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_turns_must_fit_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     save_tiny(tmp_path, max_position_embeddings=512)
     with pytest.raises(ConfigError, match="turns=10 do not fit the model's context of 512"):
         settings = Settings(model=str(tmp_path))

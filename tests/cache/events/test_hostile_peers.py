@@ -106,20 +106,20 @@ def test_stalled_clients_make_room_for_others(
 ) -> None:
     for _ in range(500):
         sender.send(events(20_000))
-    assert sender._replays is not None
+    assert sender.replays is not None
     now = [0.0]
-    monkeypatch.setattr(sender._replays, "_clock", lambda: now[0])
+    monkeypatch.setattr(sender.replays, "_clock", lambda: now[0])
     with ExitStack() as stack:
         for _ in range(MOST_CLIENTS):
             client = connected(zmq.DEALER, settings.replay_endpoint, RCVHWM=1)
             ask(stack.enter_context(client), 0)
-        while len(sender._replays) < MOST_CLIENTS:
+        while len(sender.replays) < MOST_CLIENTS:
             sender.answer_replays()
         honest = stack.enter_context(connected(zmq.DEALER, settings.replay_endpoint))
         ask(honest, 499)
         for _ in range(200):
             sender.answer_replays()
-        assert len(sender._replays) == MOST_CLIENTS and not honest.poll(0)
+        assert len(sender.replays) == MOST_CLIENTS and not honest.poll(0)
         now[0] += STALLED_SECONDS + 1
         assert answered(sender, honest) == [499]
 
@@ -233,7 +233,7 @@ def test_what_waits_is_bounded_by_its_tokens_too(
         return slow
 
     made = EventPublisher(settings, ROOT, medium="CPU", is_known=lambda key: True)
-    made._sender.send = hold(made._sender.send)  # type: ignore[method-assign]
+    made.sender.send = hold(made.sender.send)  # type: ignore[method-assign]
     made.on_cleared()
     assert held.wait(60)
     for _ in range(25):

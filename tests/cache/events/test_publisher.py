@@ -168,7 +168,7 @@ def test_a_store_never_waits_and_routers_start_anew_when_too_much_happens() -> N
         assert hold.wait(120)
         return key in published.store
 
-    publisher._is_known = is_known
+    publisher.is_known = is_known
     published.store.forget_text([as_token_ids(list(range(16)))])
     assert held.wait(120)
     for start in range(1000, 3000, 100):
@@ -188,14 +188,14 @@ def test_a_failure_is_counted_and_routers_start_anew(open_store: Open) -> None:
     published, router = open_store()
     published.admit(range(16))
     router.listen_until(knows(range(16)))
-    send, failed = published.publisher._sender.send, threading.Event()
+    send, failed = published.publisher.sender.send, threading.Event()
 
     def fail(events: object) -> None:
-        published.publisher._sender.send = send  # type: ignore[method-assign]
+        published.publisher.sender.send = send  # type: ignore[method-assign]
         failed.set()
         raise RuntimeError("no")
 
-    published.publisher._sender.send = fail  # type: ignore[method-assign, assignment]
+    published.publisher.sender.send = fail  # type: ignore[method-assign, assignment]
     published.admit(range(100, 116))
     assert failed.wait(120)
     published.admit(range(200, 216))

@@ -49,8 +49,8 @@ def test_forgetting_includes_approximate_branches_and_chunks_whose_beginning_is_
     # A chunk in the middle is lost: the chunks after it may have followed any text.
     long = text(10, 60)
     admit(store, long)
-    with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
-        store._holdings.residency.mark_lost(known.exact[5].chunk.key)
+    with store.lookup(ROOT, as_token_ids(long)) as known, store.lock:
+        store.holdings.residency.mark_lost(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
 

@@ -13,6 +13,7 @@ from kvboost.cache.tiers import ordered
 from kvboost.cache.tiers.ordered import READ_AHEAD, Aside, OrderedTier
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.hashing import ChunkKey
+from support.chunks import make_chunk
 from support.lru import LRU
 
 SECONDS = 30.0
@@ -71,13 +72,12 @@ def test_chunks_that_are_not_ordered_yet_go_last_but_they_go() -> None:
     assert gone == ["old", "a"]
 
 
-def test_a_budget_is_of_bytes_or_of_chunks(monkeypatch) -> None:
-    tier = OrderedTier(RamTier(1000), LRU(), max_chunks=4)
+def test_the_share_of_its_budget_that_is_taken() -> None:
+    chunk = make_chunk([1, 2, 3])
+    tier = OrderedTier(RamTier(4 * chunk.nbytes), LRU())
     assert tier.used_share == 0
-    tier.add(entry("a"))
+    assert tier.tier.put(chunk)
     assert tier.used_share == 0.25
-    monkeypatch.setattr(tier.tier, "_nbytes", 700)
-    assert tier.used_share == 0.7
     assert OrderedTier(RamTier(0), LRU()).used_share == 0
 
 

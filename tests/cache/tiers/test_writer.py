@@ -127,7 +127,7 @@ def test_a_chunk_that_cannot_be_written_does_not_block_the_others(make, tier) ->
     chunks = [make_chunk([number]) for number in range(6)]
     write = tier.write
     tier.write = lambda chunk: chunk is not chunks[0] and write(chunk)
-    writer._write = tier.write
+    writer.write = tier.write
     for chunk in chunks:
         writer.enqueue(chunk)
     writer.close()
@@ -140,11 +140,11 @@ def test_the_thread_survives_any_exception(make, tier) -> None:
     def broken(chunk: KVChunk) -> bool:
         raise MemoryError
 
-    writer._write = broken
+    writer.write = broken
     writer.enqueue(make_chunk([1]))
     writer.flush()
     writer.await_writing()
-    writer._write = tier.write
+    writer.write = tier.write
     writer.flush()
     assert tier.written == [make_chunk([1]).key]
 

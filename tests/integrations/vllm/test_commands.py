@@ -46,9 +46,9 @@ class Cache:
         self.data = ChunkData(open_tiers(EngineConfig(**extra), torch.device("cpu")))
 
     def read(self, ids: TokenIds, salt: str = "") -> int:
-        assert self.planner._index is not None
+        assert self.planner.index is not None
         root = self.planner.root(salt)
-        infos, _ = self.planner._index.store(root, ids)
+        infos, _ = self.planner.index.store(root, ids)
         empty = [plain(torch.zeros(2, 1, 1, info.num_tokens, 1)) for info in infos]
         self.data.put([KVChunk(info, kv) for info, kv in zip(infos, empty, strict=True)])
         self.data.flush()
@@ -113,7 +113,7 @@ def test_a_text_is_forgotten_in_memory_on_disk_and_in_redis(
     cache = start(disk_cache_dir=tmp_path, remote_cache_url=redis.url)
     assert cache.read(text(1)) == 7 and cache.read(text(2)) == 7
     assert len(list(chunk_files(tmp_path))) == 14
-    remote = cache.planner._remote
+    remote = cache.planner.remote
     assert remote is not None and len(remote.keys()) == 14
     assert cache.ask(forget(text(1)[10:60])) == {"forgotten": 7}
     stats = cache.ask(STATS)["stats"]
@@ -135,7 +135,7 @@ def test_what_only_redis_holds_is_forgotten(start: Any, redis: RedisServer) -> N
     second = start(remote_cache_url=redis.url)
     assert second.planner.num_chunks() == 0
     assert second.ask(forget(text(3)[100:140])) == {"forgotten": 4}
-    assert len(second.planner._remote.keys()) == 3
+    assert len(second.planner.remote.keys()) == 3
     assert second.ask(EVERYTHING) == {"forgotten": 3}
 
 
@@ -172,7 +172,7 @@ def test_chunks_of_another_version_in_the_remote_store_are_named(
         assert answer["forgotten"] == found
         assert "others may be left: 1 in remote cannot be searched" in answer["error"]
     assert len(chunk_files(tmp_path)) == 1
-    cache.planner._remote.delete(chunk_files(tmp_path)[0].stem)
+    cache.planner.remote.delete(chunk_files(tmp_path)[0].stem)
     assert cache.ask(EVERYTHING) == {"forgotten": 0}
 
 

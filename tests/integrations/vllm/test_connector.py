@@ -33,16 +33,16 @@ def crowd(scheduler: Scheduler, ended: int = USELESS) -> list[Any]:
 
 def leave(scheduler: Scheduler, requests: list[Any]) -> None:
     for request in requests:
-        scheduler.connector._served.pop(request.request_id)
+        scheduler.connector.served.pop(request.request_id)
 
 
 def put_off(scheduler: Scheduler, seed: int, salt: str | None = None) -> Any:
     """A request that has ended and was put off."""
     while True:
         request = scheduler.begin(f"request {seed}", text(seed), salt)
-        before = len(scheduler.connector._keeping.later)
+        before = len(scheduler.connector.keeping.later)
         scheduler.end(request)
-        if len(scheduler.connector._keeping.later) > before:
+        if len(scheduler.connector.keeping.later) > before:
             return request
         seed += 100_000
 
@@ -122,7 +122,7 @@ def test_a_load_ends_it(scheduler: Scheduler) -> None:
 
 
 def test_a_load_that_vllm_does_without_leaves_nothing_behind(connector: Any) -> None:
-    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_strategy="none")
+    scheduler = Scheduler(connector, chunk_size=64, reuse_moved="always", recompute_ratio=0.0)
     scheduler.end(scheduler.begin("a", text(1)))
     scheduler.step()
     request = scheduler.begin("b", text(2) + text(1) + text(3))
@@ -146,7 +146,7 @@ def test_what_is_forgotten_or_reset_is_not_kept_later(scheduler: Scheduler) -> N
     crowd(scheduler)
     put_off(scheduler, 70_000)
     scheduler.connector.reset_cache()
-    assert not len(scheduler.connector._keeping.later)
+    assert not len(scheduler.connector.keeping.later)
     scheduler.connector.shutdown()
 
 
@@ -269,7 +269,7 @@ def test_requests_wait_while_much_is_held_for_others(
     assert [load.request_id for load in windowed.step().fetches] == ["d"]
     windowed.end(requests[1])
     windowed.end(requests[2])
-    assert windowed.connector._held_rows == 0
+    assert windowed.connector.held_rows == 0
 
 
 def test_a_load_that_fails_is_not_begun(windowed: Scheduler, connector: Any) -> None:
@@ -330,7 +330,7 @@ def test_chunks_of_a_load_that_vllm_does_without_are_let_go(
     assert matched(request, 0) == (144, True)
     windowed.connector.update_state_after_alloc(request, Blocks([], []), 0)
     step = windowed.step()
-    assert step.cancelled == ["b"] and not step.loads and windowed.connector._held_rows == 0
+    assert step.cancelled == ["b"] and not step.loads and windowed.connector.held_rows == 0
 
 
 def test_what_follows_rows_that_nobody_has_is_not_kept(windowed: Scheduler) -> None:
@@ -392,7 +392,7 @@ def test_requests_wait_while_the_states_of_others_are_held(
     stateful: Scheduler, connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connector, "HELD_ROWS", 1200)
-    stateful.connector._planner.open([Hello("weights", "a model", 64, state_rows=1000)])
+    stateful.connector.planner.open([Hello("weights", "a model", 64, state_rows=1000)])
     ids = text(1, 200)
     stateful.begin("a", ids)
     stateful.step(192, new={"a": ((list(range(1, 13)), [*states_at(192)]), 0)})
@@ -401,7 +401,7 @@ def test_requests_wait_while_the_states_of_others_are_held(
     assert [load.request_id for load in stateful.step().fetches] == ["b", "c"]
     for request in waiting:
         stateful.end(request)
-    assert stateful.connector._held_rows == 0
+    assert stateful.connector.held_rows == 0
 
 
 def test_states_are_not_kept_of_what_is_forgotten(stateful: Scheduler) -> None:

@@ -99,7 +99,7 @@ def test_a_chunk_that_a_longer_one_replaces_takes_nothing_back() -> None:
     (*_, last) = router.read(ids[:100])
     router.listen()
     router.read(ids)
-    assert last not in (router.planner._index or ()), "the short chunk was replaced"
+    assert last not in (router.planner.index or ()), "the short chunk was replaced"
     assert all(isinstance(one, Stored) for one in router.listen())
     assert router.blocks == set(hashes(ids))
 

@@ -279,11 +279,11 @@ def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
 
 
 def test_the_ratio_of_a_request_reaches_the_worker(start: Start) -> None:
-    planner, ids = start(recompute_ratio=0.3, recompute_strategy="selective"), text(1, 200)
+    planner, ids = start(recompute_ratio=0.3, recompute_strategy="query"), text(1, 200)
     keep(planner, ids)
     load = plan(planner, join(text(2, 40), ids), asked=asked(ratio=0.4))
     assert load is not None
-    assert (load.repair.ratio, load.repair.strategy) == (0.4, "selective")
+    assert (load.repair.ratio, load.repair.strategy) == (0.4, "query")
 
 
 def test_no_chunk_crosses_a_boundary(start: Start) -> None:
@@ -347,15 +347,15 @@ def test_only_auto_weighs_costs(start: Start) -> None:
 
 def searches(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Before which rows plans have looked for moved text."""
-    assert planner._index is not None
+    assert planner.index is not None
     found: list[int] = []
-    lookup = planner._index.lookup
+    lookup = planner.index.lookup
 
     def watched(root: ChunkKey, ids: TokenIds, *, moved_before: int = 0) -> Any:
         found.append(moved_before)
         return lookup(root, ids, moved_before=moved_before)
 
-    monkeypatch.setattr(planner._index, "lookup", watched)
+    monkeypatch.setattr(planner.index, "lookup", watched)
     return found
 
 
@@ -475,8 +475,8 @@ def test_what_another_process_removes_is_gone(start: Start, tmp_path: Path) -> N
 
 def look_again(planner: Planner) -> None:
     """A folder that was looked at a moment ago is not looked at again."""
-    assert planner._disk is not None
-    planner._disk._refreshed = float("-inf")
+    assert planner.disk is not None
+    planner.disk._refreshed = float("-inf")
 
 
 def test_of_several_workers_each_has_a_folder_of_its_own(start: Start, tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_the_remote_store_is_asked_for_what_is_not_here(start: Start, tmp_path: 
     # What a plan does not use is not remembered: it may leave the store at any time.
     unused = start(**remote)
     assert plan(unused, ids, local=160) is None
-    assert unused._index is not None and len(unused._index) == 0
+    assert unused.index is not None and len(unused.index) == 0
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -629,7 +629,7 @@ def test_states_within_a_page_are_passed_over(start: Start, tmp_path: Path) -> N
     kept = [*keep(small, ids[:192]), *keep(small, ids[:272])]
     planner = start(resumes=True)
     for info in kept:
-        planner._index.add(info, "disk")  # type: ignore[union-attr]
+        planner.index.add(info, "disk")  # type: ignore[union-attr]
     load = plan(planner, ids)
     assert load is not None and load.end == 192
 

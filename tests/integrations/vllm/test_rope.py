@@ -47,13 +47,13 @@ def test_each_layer_rotates_as_the_block_around_it() -> None:
     assert found.kinds[0] == found.kinds[2] != found.kinds[1]
     slow = near._compute_inv_freq(1e4)
     for layer, factor in enumerate((1, 4, 1)):
-        assert torch.allclose(found._frequencies[layer].float(), slow / factor)
+        assert torch.allclose(found.frequencies[layer].float(), slow / factor)
 
 
 def test_modules_that_are_alike_need_no_block() -> None:
     model = nn.ModuleList([RotaryEmbedding(1e4), RotaryEmbedding(1e4)])
     found = rotation(model, [nn.Identity()] * 3)
-    assert found._frequencies.shape == (3, 4) and len(set(found.kinds)) == 1
+    assert found.frequencies.shape == (3, 4) and len(set(found.kinds)) == 1
 
 
 def test_modules_that_differ_in_scale_alone_are_not_alike() -> None:

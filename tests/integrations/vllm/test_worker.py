@@ -53,11 +53,11 @@ def make_worker(connector: Any, *, kernels: bool) -> tuple[Any, dict[ChunkKey, t
         kept.update({chunk.key: chunk.data.tensors[PLAIN] for chunk in chunks})
 
     worker = connector.Worker(None, Options.parse({}), None, Groups((None,), ((),)))
-    pages = worker._pages = make_pages()
+    pages = worker.pages = make_pages()
     pages.write_all(
         torch.randn(2, LAYERS, KV_HEADS, BLOCKS * PAGE, DIM), torch.arange(BLOCKS * PAGE)
     )
-    worker._data = SimpleNamespace(put=put)
+    worker.data = SimpleNamespace(put=put)
     if kernels:
         if not triton.is_available():
             pytest.skip("triton is not installed")
@@ -73,15 +73,15 @@ def test_rows_are_kept_as_they_were_when_the_step_began(connector: Any, kernels:
     first, second = infos_of(0, 31), infos_of(100, 16)
     keeps = [Keep(first[1:], ((5, 1, 3, 2),)), Keep(second, ((6, 4),))]
     rows = [
-        worker._pages.read_all(
-            worker._pages.slots(keep.tables[0], torch.arange(len(keep.tables[0]) * PAGE))
+        worker.pages.read_all(
+            worker.pages.slots(keep.tables[0], torch.arange(len(keep.tables[0]) * PAGE))
         )
         for keep in keeps
     ]
     worker.keep(keeps)
-    for cache in worker._pages.caches:
+    for cache in worker.pages.caches:
         cache.zero_()  # the step writes to the pages
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     assert kept.keys() == {info.key for keep in keeps for info in keep.infos}
     for keep, expected in zip(keeps, rows, strict=True):
         for info in keep.infos:
@@ -94,11 +94,11 @@ def test_vllm_has_nothing_to_call_in_every_layer(connector: Any) -> None:
     worker, kept = make_worker(connector, kernels=False)
     ours = connector.KVBoostConnector.__new__(connector.KVBoostConnector)
     Base.__init__(ours, None, Role.WORKER, None)
-    ours._worker, ours._groups = worker, worker._groups
+    ours.worker, ours.groups = worker, worker.groups
     ours.bind_connector_metadata(connector.Step(keeps=[Keep(infos_of(0, 31), ((5, 1, 3, 2),))]))
     assert not ours.has_connector_metadata()
     assert ours.get_finished(set()) == (None, None)
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     assert len(kept) == 3
 
 
@@ -110,11 +110,11 @@ def test_rows_for_which_there_is_no_memory_are_gone(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(worker._pages, "copy", full)
+    monkeypatch.setattr(worker.pages, "copy", full)
     infos = infos_of(0, 31)
     worker.keep([Keep(infos, ((5, 1, 3, 2),))])
-    worker._thread.shutdown()
-    assert not kept and worker._report.gone == {info.key for info in infos}
+    worker.thread.shutdown()
+    assert not kept and worker.report.gone == {info.key for info in infos}
 
 
 @pytest.mark.parametrize("split", [1, 2])
@@ -131,22 +131,22 @@ def test_nothing_is_reused_where_the_attention_kernel_splits_pages(
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     worker = connector.Worker(config, Options.parse({}), None, groups)
     worker.register(dict(zip(layers, pages.caches, strict=True)))
-    assert (worker._pages is None) == (split > 1)
-    assert (f"kernel pages of {PAGE}" in worker._problem) == (split > 1)
+    assert (worker.pages is None) == (split > 1)
+    assert (f"kernel pages of {PAGE}" in worker.problem) == (split > 1)
 
 
 def test_what_the_tiers_hold_is_told_when_it_has_changed(connector: Any) -> None:
     worker, _ = make_worker(connector, kernels=False)
-    worker._config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
+    worker.config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
     tiers = open_tiers(EngineConfig(max_cache_bytes=1 << 20), torch.device("cpu"))
-    worker._data = ChunkData(tiers)
+    worker.data = ChunkData(tiers)
     assert worker.take_report().tiers[1]["ram"].chunks == 0
     assert worker.take_report() is None
     worker.keep([Keep(infos_of(0, 31), ((5, 1, 3, 2),))])
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     assert worker.take_report().tiers[1]["ram"].chunks == 3
     assert worker.take_report() is None
-    worker._data.close()
+    worker.data.close()
 
 
 # Several groups of layers.
@@ -154,10 +154,10 @@ def test_what_the_tiers_hold_is_told_when_it_has_changed(connector: Any) -> None
 
 def two_groups(worker: Any) -> Any:
     """Layer 1 has a table of its own."""
-    caches = dict(zip(("layers.0", "layers.1"), worker._pages.caches, strict=True))
-    worker._pages = Pages(caches, worker._pages.layers, [[0], [1]])
-    worker._packer = Quantizer(16, None)
-    return worker._pages
+    caches = dict(zip(("layers.0", "layers.1"), worker.pages.caches, strict=True))
+    worker.pages = Pages(caches, worker.pages.layers, [[0], [1]])
+    worker.packer = Quantizer(16, None)
+    return worker.pages
 
 
 def rows_of(pages: Any, tables: tuple[tuple[int, ...], ...], rows: int) -> torch.Tensor:
@@ -177,11 +177,11 @@ def test_rows_that_have_left_their_pages_are_taken_from_earlier_chunks(connector
     expected = rows_of(pages, tables, 31)
     (early,) = infos_of(0, 9)
     stored = KVChunk(early, plain(expected[:, :, :, :9].contiguous()))
-    worker._data.fetch = lambda infos: [stored] if infos == [early] else None
+    worker.data.fetch = lambda infos: [stored] if infos == [early] else None
     pages.caches[1][6] = 0  # rows 0 to 7 of layer 1 have left the window
     infos = infos_of(0, 31)
     worker.keep([Keep(infos, tables, 8, (Hit(early, 0, 8),))])
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     for info in infos:
         found = kept[info.key]
         assert torch.equal(found, expected[:, :, :, info.base_position : info.end])
@@ -191,23 +191,23 @@ def test_chunks_whose_earlier_rows_are_lost_are_not_kept(connector: Any) -> None
     worker, kept = make_worker(connector, kernels=False)
     two_groups(worker)
     refused: list[ChunkKey] = []
-    worker._data.fetch = lambda infos: None
-    worker._data.refuse = refused.extend
+    worker.data.fetch = lambda infos: None
+    worker.data.refuse = refused.extend
     (early,) = infos_of(0, 9)
     infos = infos_of(0, 31)
     worker.keep([Keep(infos, ((5, 1, 3, 2), (6, 4, 2, 1)), 8, (Hit(early, 0, 8),))])
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     assert not kept and refused == [info.key for info in infos]
 
 
 def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
     worker, _ = make_worker(connector, kernels=False)
     two_groups(worker)
-    worker._ranks = SimpleNamespace(least=lambda number: number)
+    worker.ranks = SimpleNamespace(least=lambda number: number)
     infos = infos_of(0, 24)
     chunks = [KVChunk(one, plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM))) for one in infos]
-    worker._data.at_hand = lambda planned: chunks if planned[0].base_position == 0 else None
-    worker._data.fetch = lambda planned: None
+    worker.data.at_hand = lambda planned: chunks if planned[0].base_position == 0 else None
+    worker.data.fetch = lambda planned: None
     hits = hits_of(infos)
     ids = as_token_ids(range(30))
     found, lost = (
@@ -223,14 +223,14 @@ def test_chunks_are_held_until_there_are_pages(connector: Any) -> None:
     assert said.fetched == {("found", 0)} and said.failed == {("lost", 12)}
     load = replace(found, tables=((5, 1, 3), (6, 4, 2)))
     assert worker.step(connector.Step(loads=[load])) == {"found"}
-    assert (rows_of(worker._pages, load.tables, 24) == 1).all() and not worker._held
+    assert (rows_of(worker.pages, load.tables, 24) == 1).all() and not worker.held
     assert not worker.take_failed_pages()
-    worker._thread.shutdown()
+    worker.thread.shutdown()
 
 
 def worker_report(worker: Any) -> Any:
     """The report so far; the tiers are not asked."""
-    report, worker._report = worker._report, type(worker._report)()
+    report, worker.report = worker.report, type(worker.report)()
     return report
 
 
@@ -239,13 +239,13 @@ def worker_report(worker: Any) -> Any:
 
 def with_states_beside(worker: Any) -> list[torch.Tensor]:
     """The second group has states, ``[pages, 3]`` in each of two layers."""
-    pages = worker._pages
+    pages = worker.pages
     caches = dict(zip(("layers.0", "layers.1"), pages.caches, strict=True))
-    worker._pages = Pages(caches, pages.layers, [[0, 1], []])
-    worker._packer = Quantizer(16, None)
-    worker._ranks = SimpleNamespace(least=lambda number: number)
+    worker.pages = Pages(caches, pages.layers, [[0, 1], []])
+    worker.packer = Quantizer(16, None)
+    worker.ranks = SimpleNamespace(least=lambda number: number)
     layers = [torch.randn(BLOCKS, 3) for _ in range(2)]
-    worker._states = StatePages([(1, [one]) for one in layers])
+    worker.states = StatePages([(1, [one]) for one in layers])
     return layers
 
 
@@ -259,15 +259,15 @@ def test_states_are_kept_as_the_step_leaves_them(connector: Any) -> None:
     worker, _ = make_worker(connector, kernels=False)
     layers = with_states_beside(worker)
     done: list[tuple[str, Any]] = []
-    worker._data.put = lambda chunks: done.append(("put", chunks))
-    worker._data.drop = lambda keys: done.append(("drop", keys))
+    worker.data.put = lambda chunks: done.append(("put", chunks))
+    worker.data.drop = lambda keys: done.append(("drop", keys))
     infos, tables = stateful(0, 24), ((5, 1, 3), (0, 0, 2))
-    expected = rows_of(worker._pages, tables[:1] * 2, 24)
+    expected = rows_of(worker.pages, tables[:1] * 2, 24)
     worker.step(connector.Step(keeps=[Keep(infos, tables)], dropped=[infos[-1].key]))
     states = torch.stack([one[2] for one in layers])
-    for one in (*worker._pages.caches, *layers):
+    for one in (*worker.pages.caches, *layers):
         one.zero_()  # the next step
-    worker._thread.shutdown()
+    worker.thread.shutdown()
     (_, dropped), (_, chunks) = done  # in this order: it is the same chunk, without states
     assert dropped == [infos[-1].key] and [one.key for one in chunks] == [i.key for i in infos]
     for chunk in chunks:
@@ -288,23 +288,23 @@ def test_a_load_brings_the_states_at_its_end(connector: Any, is_whole: bool) -> 
     if is_whole:
         chunks[-1] = KVChunk(infos[-1], with_states(rows, [torch.ones(2, 3)]))
     dropped: list[ChunkKey] = []
-    worker._data.at_hand = lambda planned: chunks
-    worker._data.drop = dropped.extend
+    worker.data.at_hand = lambda planned: chunks
+    worker.data.drop = dropped.extend
     hits = hits_of(infos)
     load = Load("a", as_token_ids(range(30)), Plan(30, hits), 24, tables=((5, 1, 3), (0, 0, 2)))
     before = [one.clone() for one in layers]
     worker.step(connector.Step(fetches=[load]))
     if not is_whole:  # another process has stored the last chunk without states
-        worker._thread.shutdown()
-        assert dropped == [infos[-1].key] and worker._report.gone == {infos[-1].key}
-        assert worker._report.failed == {("a", 0)}
+        worker.thread.shutdown()
+        assert dropped == [infos[-1].key] and worker.report.gone == {infos[-1].key}
+        assert worker.report.failed == {("a", 0)}
         return
     assert worker.step(connector.Step(loads=[load])) == {"a"}
-    assert (rows_of(worker._pages, ((5, 1, 3),) * 2, 24) == 1).all()
+    assert (rows_of(worker.pages, ((5, 1, 3),) * 2, 24) == 1).all()
     for one, then in zip(layers, before, strict=True):
         then[2] = 1
         assert torch.equal(one, then)
-    worker._thread.shutdown()
+    worker.thread.shutdown()
 
 
 def test_states_on_the_way_are_let_go(connector: Any) -> None:
@@ -312,16 +312,16 @@ def test_states_on_the_way_are_let_go(connector: Any) -> None:
     with_states_beside(worker)
     infos = [replace(one, has_state=True) for one in infos_of(0, 24)]
     data = with_states(plain(torch.ones(2, LAYERS, KV_HEADS, 12, DIM)), [torch.ones(2, 3)])
-    worker._data.at_hand = lambda planned: None
-    worker._data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
+    worker.data.at_hand = lambda planned: None
+    worker.data.fetch = lambda planned: [KVChunk(one, data) for one in infos]
     hits = hits_of(infos)
-    while "a" not in worker._held:
+    while "a" not in worker.held:
         worker.step(
             connector.Step(fetches=[Load("a", as_token_ids(range(30)), Plan(30, hits), 24)])
         )
-    first, last = worker._held["a"]
+    first, last = worker.held["a"]
     assert not states_of(first.data) and len(states_of(last.data)) == 1
-    worker._thread.shutdown()
+    worker.thread.shutdown()
 
 
 def test_layers_of_one_number_are_in_the_order_of_their_names(connector: Any) -> None:

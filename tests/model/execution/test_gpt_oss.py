@@ -3,17 +3,16 @@ The tests of all architectures run over a smaller one."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from kvboost import KVBoost, StockModel
 from kvboost.model.native import is_available
 from kvboost.model.native.kernels import Kernels
-from support.tiny import make_engine, save_tiny, tiny_model
+from support.mxfp4 import numbers_in, save_mxfp4
+from support.tiny import make_engine, tiny_model
 
 IDS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -56,30 +55,17 @@ def test_rounding_to_16_bits_does_not_look_like_positions() -> None:
                 if "router" in name or name.endswith(("bias", "sinks")):
                     weight.copy_(torch.randn_like(weight) / 2)
         with make_engine(model.bfloat16()) as engine:
-            assert engine._model.rotation is not None
+            assert engine.model.rotation is not None
 
 
 def test_mxfp4_weights_are_expanded_to_the_models_dtype(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "gpt_oss", num_hidden_layers=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(tmp_path / "model.safetensors")
-    experts = "model.layers.0.mlp.experts."
-    for name in ("gate_up_proj", "down_proj"):
-        number, columns, rows = tensors.pop(experts + name).shape
-        codes = torch.randint(0, 256, (number, rows, columns // 32, 16), dtype=torch.uint8)
-        tensors[f"{experts}{name}_blocks"] = codes
-        tensors[f"{experts}{name}_scales"] = 120 + codes[..., 0] % 5  # powers of 2, from 2**-7 on
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    stored = save_mxfp4(tmp_path, num_hidden_layers=1)
     with pytest.warns(UserWarning, match="MXFP4 weights are expanded to float32"):
         engine = KVBoost.from_pretrained(str(tmp_path), dtype="float32", device="cpu")
+    name = "model.layers.0.mlp.experts.down_proj"
     with engine:
         assert len(engine.generate("What is new?", 3, ignore_eos=True).token_ids) == 3
-        found = dict(engine._model.forward.model.named_parameters())[f"{experts}down_proj"]
-    codes, scales = tensors[f"{experts}down_proj_blocks"], tensors[f"{experts}down_proj_scales"]
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    numbers = torch.cat([numbers, -numbers])[torch.stack([codes & 15, codes >> 4], -1).long()]
-    expected = numbers.flatten(3) * 2.0 ** (scales.float() - 127)[..., None]
+        found = dict(engine.model.forward.model.named_parameters())[name]
+    expected = numbers_in(stored[f"{name}_blocks"], stored[f"{name}_scales"])
     assert found.dtype == torch.float32
-    assert torch.equal(found, expected.flatten(2).transpose(1, 2))
+    assert torch.equal(found, expected.transpose(1, 2))

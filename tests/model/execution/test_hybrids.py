@@ -52,7 +52,7 @@ def test_family(name: str, tmp_path: Path) -> None:
 
 def check_any_rows(engine: KVBoost, stock: StockModel) -> None:
     """Rows in pieces of any length, single ones too, give the logits of one forward."""
-    forward, ids = engine._model.forward, random_ids(40, seed=2)
+    forward, ids = engine.model.forward, random_ids(40, seed=2)
     kv = make_kv(forward.shape, len(ids))
     bounds = [0, 1, 2, 18, 19, 35, 40]
     logits = [
@@ -123,13 +123,13 @@ def test_text_that_moved_is_read_again() -> None:
         answer = engine.generate([*second, *first], 3, MOVED, ignore_eos=True)
         assert (answer.cached_tokens, answer.moved_tokens) == (0, 0)
         assert any("which do not move" in note for note in answer.reuse.notes)
-        assert engine._model.rotation is None
+        assert engine.model.rotation is None
 
 
 def test_a_failed_forward_loses_the_states() -> None:
     model = hybrid_model("lfm2")
     with make_engine(model) as engine:
-        forward, ids = engine._model.forward, torch.tensor(random_ids(20, seed=1))
+        forward, ids = engine.model.forward, torch.tensor(random_ids(20, seed=1))
         kv = make_kv(forward.shape, 20)
         forward([Segment(kv, ids[:10], range(10))])
         broken = model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -146,7 +146,7 @@ def test_a_failed_forward_loses_the_states() -> None:
 def test_the_rows_of_a_batch_go_through_the_layers_once() -> None:
     """If one request of a batch fails, the others are asked for the same rows again."""
     with make_engine(hybrid_model("bamba")) as engine:
-        forward, ids = engine._model.forward, torch.tensor(random_ids(20, seed=1))
+        forward, ids = engine.model.forward, torch.tensor(random_ids(20, seed=1))
         kv = make_kv(forward.shape, 20)
         segment = Segment(kv, ids[:10], range(10))
         first = forward([segment])

@@ -38,12 +38,12 @@ def far_engine(model: Any, **config: Any) -> Iterator[KVBoost]:
     options = {"far_kv_bytes": "10MiB", "heal": "off", "reuse_moved": "always", **config}
     with make_engine(model, max_kv_bytes=NEAR * row_bytes, **options) as engine:
         yield engine
-        assert engine._runtime.check_integrity() == []
+        assert engine.runtime.check_integrity() == []
         assert far_of(engine).used_bytes == 0
 
 
 def far_of(engine: KVBoost) -> FarStore:
-    far = engine._runtime.pool.far
+    far = engine.runtime.pool.far
     assert far is not None
     return far
 
@@ -105,7 +105,7 @@ def test_answers_over_far_rows_of_another_device(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("kvboost.runtime.devices.in_file", another_device)
     with far_engine(model) as engine:
-        engine._model.forward._kernels = None
+        engine.model.forward._kernels = None
         assert answers(engine) == expected_answers(model)
     steps = 3 * 10  # layers of one answer; prompts are only streamed
     assert made[0].num_streamed > made[0].num_on_host > steps

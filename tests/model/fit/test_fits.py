@@ -76,6 +76,18 @@ def test_plain_files_have_no_packed_form_and_unknown_layers_are_not_streamed() -
     assert by_form(fits(plain, machine(16, 1)))["cuda", "bfloat16"].how == "too large"
 
 
+def test_packed_experts_are_for_gpus_and_take_what_they_say() -> None:
+    blocks = StoredTensor("layers.0.experts.down_proj_blocks", "U8", 24 * GB, 12 * GB, 13 * GB)
+    others = StoredTensor("model.norm.weight", "BF16", 1 * GB, 2 * GB, 2 * GB)
+    of_20b = ModelHeader(
+        "20b", "gpt_oss", (blocks, others), 1, None, None, True, packs_on_cpu=False
+    )
+    found = by_form(fits(of_20b, machine(256, 80)))
+    assert set(found) == {("cuda", "bfloat16"), ("cuda", "packed"), ("cpu", "float32")}
+    assert found["cuda", "packed"].num_bytes == 15 * GB
+    assert found["cuda", "bfloat16"].num_bytes == 50 * GB
+
+
 def test_bandwidths_are_measured_once_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

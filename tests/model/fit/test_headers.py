@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from kvboost.errors import ModelError, ModelNotFoundError
 from kvboost.model.execution.caches import observe
 from kvboost.model.fit.headers import _type_of_gguf, read_header
+from kvboost.model.loading.load import read
+from support.mxfp4 import save_mxfp4
 from support.tiny import tiny_model
 
 
@@ -138,19 +140,34 @@ def test_a_quantised_folder_with_experts_does_not_stay_packed(tmp_path: Path) ->
         assert read_header(tmp_path / model_type).is_quantized is packs
 
 
-def test_mxfp4_experts_count_as_the_weights_they_are_and_do_not_stay_packed(tmp_path: Path) -> None:
+def test_mxfp4_experts_count_as_the_weights_they_are(tmp_path: Path) -> None:
     experts = "model.layers.0.mlp.experts.down_proj"
     write_folder(
         tmp_path / "gpt-oss",
         {
             f"{experts}_blocks": ("U8", [4, 64, 3, 16], 4 * 64 * 48),
             f"{experts}_scales": ("U8", [4, 64, 3], 4 * 64 * 3),
+            "model.norm.weight": ("BF16", [64], 128),
         },
         model_type="gpt_oss",
         quantization_config={"quant_method": "mxfp4"},
     )
     found = read_header(tmp_path / "gpt-oss")
-    assert found.parameters == 4 * 64 * (96 + 3) and not found.is_quantized
+    assert found.parameters == 4 * 64 * (96 + 3) + 64
+    assert found.is_quantized and not found.packs_on_cpu
+
+
+def test_mxfp4_experts_take_what_a_packed_model_takes(tmp_path: Path) -> None:
+    """Their blocks are filled up to groups of four."""
+    save_mxfp4(tmp_path, num_hidden_layers=1)
+    header = read_header(tmp_path)
+    said = {tensor.name: tensor.packed_bytes for tensor in header.tensors}
+    model = read(tmp_path, strict=True, device="cpu", dtype="float32", weight_form="packed")[0]
+    weight = model.model.layers[0].mlp.experts.packed("down_proj")
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert said[f"{name}_blocks"] == weight.codes.nbytes
+    assert said[f"{name}_scales"] == weight.scales.nbytes
+    assert weight.nbytes > sum(t.num_bytes for t in header.tensors if t.name.startswith(f"{name}_"))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_folder_of_a_model_that_sees_reads_text(tmp_path, name, loaded) -> Non
     """Folders say ``llama4``, the model that transformers makes of them says ``llama4_text``."""
     save_tiny(tmp_path, name)
     with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
-        assert engine._model.support.model_type == loaded
+        assert engine.model.support.model_type == loaded
         expected = StockModel(any_model(name)).logits([5, 6, 7])[-1].argmax()
         assert engine.generate([5, 6, 7], 1, ignore_eos=True).token_ids == [int(expected)]
 
@@ -91,7 +91,7 @@ def test_the_text_part_of_a_gemma_3n_is_loaded(tmp_path) -> None:
     save_gemma3n(tmp_path)
     assert read_config(tmp_path, strict=True).model_type == "gemma3n"
     with KVBoost.from_pretrained(str(tmp_path), dtype="float32", device=DEVICE) as engine:
-        assert engine._model.support.model_type == "gemma3n_text"
+        assert engine.model.support.model_type == "gemma3n_text"
         ids, answer = random_ids(60, seed=1), random_ids(9, seed=2)
         engine.warm(ids)
         scored = engine.score(ids, answer)

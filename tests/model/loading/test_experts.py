@@ -34,6 +34,6 @@ def test_attention_is_weighed_against_what_a_row_goes_through() -> None:
     router = 4 * tiny_config("mixtral").hidden_size * 3
     assert sizes[1] > 1.3 * sizes[0] and active[1] - active[0] == router
     with make_engine(models[0]) as few, make_engine(models[1]) as many:
-        assert few._model.attention_share == pytest.approx(many._model.attention_share, rel=0.05)
+        assert few.model.attention_share == pytest.approx(many.model.attention_share, rel=0.05)
     numbers = idle_weights(models[0])
     assert idle_weights(models[0], in_bytes=True) == torch.float32.itemsize * numbers

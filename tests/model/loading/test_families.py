@@ -130,8 +130,8 @@ def check_moved_reuse(engine: KVBoost, stock: StockModel) -> None:
 
 def check_moved_keys(engine: KVBoost) -> None:
     """Keys of layer 0 depend on nothing but the token and its position."""
-    forward = engine._model.forward
-    rotation, _ = engine._runtime.backend.rotation.at(0)
+    forward = engine.model.forward
+    rotation, _ = engine.runtime.backend.rotation.at(0)
     kv = make_kv(forward.shape, 256)
     ids = torch.tensor(random_ids(200, seed=2) + random_ids(40, seed=3) * 2)[-230:]
     forward([Segment(kv, ids, range(len(ids)))])
@@ -146,7 +146,7 @@ def check_moved_keys(engine: KVBoost) -> None:
 
 def check_packed_rows(engine: KVBoost, stock: StockModel) -> None:
     """A tail, a whole prompt and rows with gaps, in one forward."""
-    forward = engine._model.forward
+    forward = engine.model.forward
     prompts = [torch.tensor(random_ids(length, seed=length)) for length in (40, 7, 33)]
     kvs = [make_kv(forward.shape, 64) for _ in prompts]
     forward([Segment(kvs[0], prompts[0][:35], range(35), 0)])
@@ -165,7 +165,7 @@ def check_packed_rows(engine: KVBoost, stock: StockModel) -> None:
 
 def check_adapters(engine: KVBoost, stock: StockModel, folder: Path) -> None:
     """An adapter of the attention's projections equals the same adapter merged by hand."""
-    forward = engine._model.forward
+    forward = engine.model.forward
     attention = next(
         one for one in forward.model.modules() if hasattr(one, "layer_idx") and _linears(one)
     )
@@ -215,5 +215,5 @@ def test_a_wrong_row_of_the_table_is_found_when_the_model_loads(monkeypatch) -> 
     with pytest.raises(UnsupportedModelError, match="change with their position in a way"):
         make_engine(model)
     with make_engine(model, strict=False) as engine:
-        assert engine._model.rotation is None
+        assert engine.model.rotation is None
         assert engine.verify_correctness(max_new_tokens=2)

@@ -32,9 +32,9 @@ def test_an_engine_gives_a_model_back_as_it_was_and_knows_it_again() -> None:
     own = copy.deepcopy(model.state_dict())
     with make_engine(model) as engine:
         engine.generate([5, 6, 7], 2)
-        first = engine._model.fingerprint
+        first = engine.model.fingerprint
         with make_engine(model) as other:
-            assert other._model.fingerprint == first
+            assert other.model.fingerprint == first
             other.generate([5, 6, 7], 2)
     assert all(torch.equal(one, own[name]) for name, one in model.state_dict().items())
 
@@ -44,4 +44,4 @@ def test_stored_keys_are_not_taken_for_those_with_scales() -> None:
     model = family_model("hunyuan_v1_dense")
     with_scales = fingerprint(model, model.config)
     with make_engine(model) as engine:
-        assert engine._model.fingerprint != with_scales
+        assert engine.model.fingerprint != with_scales

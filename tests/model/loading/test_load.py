@@ -26,6 +26,7 @@ from kvboost import (
 from kvboost.checks.doctor import examine
 from kvboost.model.loading import load as loading
 from kvboost.model.loading.device import pick_device, pick_dtype, slow_dtype
+from support.homes import use_home
 from support.tiny import byte_tokenizer, save_tiny, tiny_model
 
 
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def empty_home(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "home"))
+    use_home(monkeypatch, tmp_path / "home")
 
 
 def test_a_folder_loads_and_generates(folder) -> None:
@@ -241,6 +242,7 @@ def test_a_slow_dtype_is_noted_with_what_to_do(folder, is_loaded: bool) -> None:
 def test_bfloat16_is_slow_where_the_processor_has_none(monkeypatch, machine, has_bf16) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     is_arm = machine == "aarch64"
+    monkeypatch.setenv("KVBOOST_NATIVE", "0")  # nothing is compiled for a machine that is not here
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16 and not is_arm)

@@ -39,7 +39,7 @@ def test_the_environment_turns_them_off(
 
 
 def test_bfloat16_needs_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_processor", frozenset)
+    monkeypatch.setattr(build, "processor", frozenset)
     assert "AMX" in str(build.why_not(torch.bfloat16))
 
 
@@ -73,17 +73,20 @@ def test_a_failing_compiler_is_logged_and_torch_serves(
 
 
 def test_float32_needs_no_particular_processor_and_is_compiled_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs_compiler()
-    monkeypatch.setattr(build, "_processor", frozenset)
+    monkeypatch.setattr(build, "processor", frozenset)
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))  # nothing is computed with it
     monkeypatch.setattr(build, "TUNING", {})
     assert build.why_not(FLOAT32) is None
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("compiling kernels for this CPU (float32 portable), once")
+    assert said[1].startswith("compiled in ") and len(said) == 2
     (made,) = (tmp_path / "native").iterdir()
     before = made.stat().st_mtime_ns
     assert build.is_available(FLOAT32)
-    assert made.stat().st_mtime_ns == before
+    assert made.stat().st_mtime_ns == before and capsys.readouterr().err == ""
     assert build.describe(FLOAT32).startswith("float32 portable (")
 
 
@@ -96,7 +99,7 @@ PROGRAM = """
 import sys
 import pytest, torch
 from kvboost.model.native import build
-build._processor = frozenset  # whose features no form needs
+build.processor = frozenset  # whose features no form needs
 build.TUNING = {}
 for flags in sys.argv[1].split(";"):
     build.FLAGS = flags.split()
@@ -112,7 +115,7 @@ def test_kernels_for_older_processors_equal_torchs_too() -> None:
     """The comparisons of this folder, without wide vectors and, on a processor that has it, with
     AVX2. Nothing is compiled with a warning."""
     needs_compiler()
-    has_avx2 = "avx2" in build._processor()
+    has_avx2 = "avx2" in build.processor()
     forms = [STRICT, f"{STRICT} -mavx2 -mfma -mf16c"] if has_avx2 else [STRICT]
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in COMPARISONS]
     program = [sys.executable, "-c", PROGRAM, ";".join(forms), *files]
@@ -126,5 +129,5 @@ def test_kernels_for_older_processors_equal_torchs_too() -> None:
 def test_a_model_answers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBOOST_NATIVE", "0")
     with make_engine(tiny_model("llama", hidden_size=128, head_dim=32)) as engine:
-        assert not engine._model.forward.has_kernels
+        assert not engine.model.forward.has_kernels
         assert len(engine.generate(list(range(5, 60)), 4, ignore_eos=True).token_ids) == 4

@@ -40,7 +40,7 @@ class Recorder(Hook):
 
 
 def kvs_of(engine: KVBoost, paged: bool) -> list[RequestKV]:
-    forward = engine._model.forward
+    forward = engine.model.forward
     if not paged:
         return [RequestKV(forward.shape, 80) for _ in range(3)]
     slab = Slab(forward.shape, num_pages=24, num_requests=4)
@@ -52,7 +52,7 @@ def kvs_of(engine: KVBoost, paged: bool) -> list[RequestKV]:
 
 def run_all(engine: KVBoost, paged: bool) -> list[torch.Tensor]:
     """Whole prompts, a tail, rows with gaps, a decoded row, absent rows and a hook."""
-    forward = engine._model.forward
+    forward = engine.model.forward
     first, second, third = kvs_of(engine, paged)
     ids = [random_ids(70, seed) for seed in range(3)]
     found = [
@@ -103,7 +103,7 @@ def test_rows_that_others_read_are_not_overwritten(monkeypatch: pytest.MonkeyPat
     first, *_ = kvs_of(engine, paged=True)
     first.share(PAGE)
     with pytest.raises(RuntimeError, match=r"rows \[30, 33\) are not this request's own"):
-        engine._model.forward([Segment(first, random_ids(3, 0), range(30, 33))])
+        engine.model.forward([Segment(first, random_ids(3, 0), range(30, 33))])
 
 
 def test_buffers_and_pages_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +111,5 @@ def test_buffers_and_pages_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = paged_engine(monkeypatch, pages=False)
     ids = random_ids(40, 0)
     kvs = [kvs_of(engine, paged)[0] for paged in (True, False)]
-    given = engine._model.forward([Segment(kv, ids, range(40)) for kv in kvs])
+    given = engine.model.forward([Segment(kv, ids, range(40)) for kv in kvs])
     assert torch.allclose(given[0], given[1], atol=CLOSE)

@@ -57,7 +57,7 @@ def test_other_requests_run_while_a_device_picks_a_first_token(
 def test_answers_equal_those_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch, name, pages=False, sizes=TWO_LAYERS) as plain:
         expected = answers(plain)
-        assert plain._runtime.backend.forward is plain._model.forward
+        assert plain.runtime.backend.forward is plain.model.forward
     with paged_engine(monkeypatch, name, sizes=TWO_LAYERS) as engine:
         assert answers(engine) == expected
         again = engine.generate(TEXT, 3, ignore_eos=True)
@@ -123,7 +123,7 @@ def test_costs_are_learned_from_requests_that_record_nothing(
     capture, learned = ReplayAgain(), []
     monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     with paged_engine(monkeypatch, "phi3") as engine:
-        cost = engine._runtime.cost
+        cost = engine.runtime.cost
         monkeypatch.setattr(cost, "observe", lambda rows, *_: learned.append(rows))
         engine.generate(TEXT[:30], 2, ignore_eos=True)
         assert capture.num_graphs and learned == []
@@ -166,7 +166,7 @@ def test_a_slab_that_is_full_leaves_requests_with_buffers(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what a CPU is told")
 def test_cpus_have_buffers_and_say_why() -> None:
-    forward = make_engine(tiny_model("llama"))._model.forward
+    forward = make_engine(tiny_model("llama")).model.forward
     assert "NVIDIA" in why_buffers(forward)
     assert make_capture(forward.shape.device, "auto").note == "CUDA graphs need a GPU"
 
@@ -216,7 +216,7 @@ def test_a_closed_engine_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) 
     engine = paged_engine(monkeypatch, reuse_moved="always")
     for prompt in (TEXT, "Before it. " + TEXT):
         engine.generate(prompt, 3, ignore_eos=True)
-    pool = engine._runtime.pool
+    pool = engine.runtime.pool
     assert isinstance(pool, PagedPool)
     slab = weakref.ref(pool.slab)
     engine.close()

@@ -26,7 +26,7 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paged_forward(model: PreTrainedModel) -> PagedForward:
-    forward = make_engine(model)._model.forward
+    forward = make_engine(model).model.forward
     return PagedForward(forward, Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
 
 

@@ -65,7 +65,7 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
     )
     name = "gpt_oss" if kind == "sinks" else "llama"
     engine = paged_engine(monkeypatch, name, pages=False, sizes=TWO_LAYERS)
-    forward = engine._model.forward
+    forward = engine.model.forward
     slab = Slab(forward.shape, num_pages=9, num_requests=3)
     ids = ids_of(150)
     slices = [range(64), range(64, 100), range(100, 102), range(102, 150)]
@@ -125,7 +125,7 @@ def test_many_segments_are_one_launch_of_our_kernel(monkeypatch: pytest.MonkeyPa
     engine = paged_engine(monkeypatch, pages=False)
     kernel = LongKernel("written", Written(), 1, 8)
     monkeypatch.setattr(paged_batch, "long_kernels", lambda *_: (kernel,))
-    slab = Slab(engine._model.forward.shape, num_pages=9, num_requests=8)
+    slab = Slab(engine.model.forward.shape, num_pages=9, num_requests=8)
 
     def batch_of(count: int) -> PagedBatch:
         segments = []
@@ -184,10 +184,10 @@ def test_torch_has_kernels_on_gpus_and_slices_do_not_wait_for_each_other(
     kernels = long_kernels(torch.device("cuda", 0), torch.bfloat16, 12, 2, 128)
     assert kernels[-1] is FLASH
     engine = paged_engine(monkeypatch, sizes={**TWO_LAYERS, "max_position_embeddings": 4096})
-    forward = engine._model.forward
+    forward = engine.model.forward
     with engine:
         engine.generate(ids_of(8).tolist(), 1, ignore_eos=True)
-        with engine._runtime.pool.lend(2048) as kv:
+        with engine.runtime.pool.lend(2048) as kv:
             ids = ids_of(2048)
             forward([Segment(kv, ids, range(2048), 0)])
             torch.cuda.synchronize()

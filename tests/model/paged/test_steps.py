@@ -24,7 +24,7 @@ class Requests:
     """Requests in a slab of their own, which have read their prompts."""
 
     def __init__(self, engine: KVBoost, num_requests: int, capture: ReplayAgain) -> None:
-        forward = engine._model.forward
+        forward = engine.model.forward
         self.capture = capture
         self.slab = Slab(forward.shape, num_pages=4 * num_requests, num_requests=num_requests)
         self.whole, self.forward = forward, PagedForward(forward, self.slab, capture)

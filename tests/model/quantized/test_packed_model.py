@@ -26,6 +26,7 @@ from kvboost.model.quantized.layers import (
 )
 from kvboost.model.quantized.products import NativeProduct, describe_path, is_fast
 from support.adapters import write_adapter
+from support.homes import use_home
 from support.tiny import DEVICE, tiny_model
 from support.tiny_gguf import install_tiny, write_gguf
 
@@ -40,7 +41,7 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture
 def home(monkeypatch, tmp_path) -> Path:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     return tmp_path
 
 

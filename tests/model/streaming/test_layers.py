@@ -16,6 +16,7 @@ from kvboost.model.execution.host_memory import host_memory
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout
+from support.homes import use_home
 from support.streamed import LAYERS, stream, streamed_of
 from support.tiny import DEVICE, tiny_model
 
@@ -26,7 +27,7 @@ IDS = torch.arange(7, 19)[None]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch = pytest.MonkeyPatch()
     path = tmp_path_factory.mktemp("home")
-    patch.setenv("KVBOOST_HOME", str(path))
+    use_home(patch, path)
     yield path
     patch.undo()
 

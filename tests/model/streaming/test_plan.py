@@ -108,10 +108,10 @@ def test_a_budget_decides_how_many_layers_are_streamed(monkeypatch: pytest.Monke
         expected, none = answer(engine)
     with engine_in(3, monkeypatch) as engine:
         found, some = answer(engine)
-        note = engine._model.placement.note
+        note = engine.model.placement.note
     with engine_in(40, monkeypatch) as engine:
         same, fit = answer(engine)
-        assert engine._model.placement.note is None
+        assert engine.model.placement.note is None
     assert expected == found == same
     assert none == fit == 0 < some < 8
     assert f"{some} of 8 layers are streamed" in note

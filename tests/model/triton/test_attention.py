@@ -113,7 +113,7 @@ def test_whole_pages(end: int, requests: int, dtype: torch.dtype, monkeypatch: M
 
     def using(*given: object) -> object:
         found = whole(*given)
-        used.extend([found] if found is not None else [])
+        used.extend([found] if found[0] is not None else [])
         return found
 
     monkeypatch.setattr(attention_kernels, "_whole", using)
@@ -128,6 +128,43 @@ def test_whole_pages(end: int, requests: int, dtype: torch.dtype, monkeypatch: M
     assert len(used) == 2  # windows leave out most pages
     with pytest.raises(ValueError, match="pages have 8 rows; a tile of"):
         attend(query, make_pages(9, 2, 8, 32, dtype, "heads first"), rows, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("end", "rotated", "dtype"), [(128, 16, torch.float32), (150, 32, torch.bfloat16)]
+)
+def test_whole_pages_of_latents(
+    end: int, rotated: int, dtype: torch.dtype, monkeypatch: MonkeyPatch
+) -> None:
+    torch.manual_seed(end)
+    tile = replace(tile_for(dtype), reads="pages")
+    pages = make_pages(7, 1, tile.keys, (32 + rotated) // 2, dtype, "heads first").contiguous()
+    tables = make_tables(1, 5, 7)
+    positions = [torch.tensor([70, *range(end - 9, end)])]
+    table = tables[0].long()
+    pages[table[(end - 1) // tile.keys + 1 :]] = float("nan")  # never written
+    pages[table[(end - 1) // tile.keys], :, (end - 1) % tile.keys + 1 :] = float("nan")
+    query = random(10, 9, 32 + rotated, dtype=dtype)
+    used = []
+    whole = attention_kernels._whole
+    monkeypatch.setattr(
+        attention_kernels, "_whole", lambda *given: used.append(found := whole(*given)) or found
+    )
+    for parts in (1, 2):
+        rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)
+        given = attend(query, pages, rows, SCALE, softcap=3.0, rotated=rotated)
+        expected, _ = attention(
+            *(query, pages.nan_to_num(), positions, tables, SCALE), softcap=3.0, rotated=rotated
+        )
+        assert close(given[..., rotated:], expected)
+    assert all(found[0] is not None and found[1] is not None for found in used)
+    used.clear()
+    given = attend(query, pages, rows, SCALE, rotated=rotated + 4)  # no power of two
+    assert used == [(None, None)]
+    expected, _ = attention(
+        *(query, pages.nan_to_num(), positions, tables, SCALE), rotated=rotated + 4
+    )
+    assert close(given[..., rotated + 4 :], expected)
 
 
 @pytest.mark.parametrize("few", [0, 1 << 14])
@@ -155,6 +192,46 @@ def test_odd_sizes(dim: int, heads: int, dtype: torch.dtype) -> None:
     query = random(11, dim, heads, dtype=dtype).transpose(1, 2)  # strided
     given = attend(query, pages, tiled(positions, tables, query, pages), SCALE)
     assert close(given, attention(query, pages, positions, tables, SCALE)[0])
+
+
+@pytest.mark.parametrize(
+    ("dim", "rotated", "heads", "dtype"),
+    [(32, 16, 20, torch.bfloat16), (20, 8, 16, torch.float32), (18, 6, 3, torch.float32)],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_that_are_keys_and_values_in_one(
+    dim: int, rotated: int, heads: int, dtype: torch.dtype, parts: int
+) -> None:
+    """Latents, for more heads than one tile has rows and for fewer; some rows are hidden."""
+    torch.manual_seed(dim)
+    pages = make_pages(24, 1, 16, dim, dtype, "heads first")
+    tables = make_tables(2, 12, 24)
+    positions = [scattered(5, 190), scattered(2, 65)]
+    for table, own in zip(tables.long(), positions, strict=True):
+        pages[table[int(own[-1]) // 16 + 1 :]] = float("nan")  # never written
+    query = random(9, 2 * dim, heads, dtype=dtype).transpose(1, 2)  # strided, and two are padding
+    tile = replace(tile_for(dtype), rows=16)
+    rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)
+    absent = torch.zeros(2, 192, dtype=torch.bool, device=DEVICE)
+    absent[0, 3:40] = True
+    absent[:, torch.cat(positions)] = False
+    for options in ({}, {"absent": absent}, {"window": 30, "softcap": 3.0}):
+        lse = random(7, heads)
+        out = torch.full((9, heads, 2 * dim), 5.0, dtype=dtype, device=DEVICE)
+        attend(query, pages, rows, SCALE, rotated=rotated, out=out, lse=lse, **options)  # type: ignore[arg-type]
+        expected, sums = attention(
+            *(query, pages.nan_to_num(), positions, tables, SCALE), rotated=rotated, **options
+        )
+        assert close(out[:7, :, rotated:], expected)
+        assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
+        assert (out[:, :, :rotated] == 5).all() and (out[7:] == 5).all()
+        if options:
+            continue
+        written_out = torch_kernels.attend(query, pages, rows, SCALE, rotated=rotated)
+        assert close(written_out[:7, :, rotated:], expected)
+    with pytest.raises(ValueError, match="channels of 2 heads of latents rotate"):
+        two = make_pages(24, 2, 16, dim, dtype, "heads first")
+        attend(query, two, rows, SCALE, rotated=rotated)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -307,6 +384,8 @@ def test_hopper_reads_whole_pages(monkeypatch: MonkeyPatch) -> None:
     for others in (pages.transpose(1, 2).contiguous().transpose(1, 2), pages[:, :, :32]):
         assert Tile.over(others, 100) == Tile.pick(100, torch.bfloat16)
     assert Tile.over(pages, 16) == Tile.pick(16, torch.bfloat16)  # decode steps
+    latents = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
+    assert Tile.over(latents, 100) == Tile(64, 64, 8, 2, "pages")
     monkeypatch.setattr(rows, "copies_tiles", lambda *_: False)
     assert Tile.over(pages, 100) == Tile.pick(100, torch.bfloat16)
 

@@ -9,6 +9,7 @@ from kvboost.model.triton.mass import attention_mass
 from support.paged_kv import (
     attention_weights,
     dense,
+    keys_values,
     make_pages,
     make_tables,
     random,
@@ -49,6 +50,27 @@ def test_the_mass_is_the_sum_of_weights(
     weights, _ = attention_weights(query, keys, positions, SCALE, absent=absent, **options)  # type: ignore[arg-type]
     expected = (counted @ weights).sum(0)[:, :start] / heads
     assert given.shape == (2, start) and (given[:, absent[:start]] == 0).all()
+    assert torch.allclose(given, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mass_over_latents(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    pages = make_pages(14, 1, 16, 20, dtype, "heads first")
+    tables, start = make_tables(1, 12, 14), 131
+    positions = start + torch.arange(16)
+    query = random(16, 6, 40, dtype=dtype)
+    absent = torch.zeros(192, dtype=torch.bool, device=DEVICE)
+    absent[10:50] = True
+    lost = absent.nonzero()[:, 0]
+    pages[tables[0, lost // 16].long(), :, lost % 16] = float("nan")  # never written
+    plan = tiled([positions], tables, query, pages, parts=2)
+    counted = torch.rand(2, 16).to(DEVICE)
+    options = {"absent": absent, "rotated": 8}
+    given = attention_mass(query, pages, plan, SCALE, start, counted, **options)  # type: ignore[arg-type]
+    keys, _ = keys_values(pages.nan_to_num(), tables[0], 8)
+    weights, _ = attention_weights(query, keys, positions, SCALE, absent=absent)
+    expected = (counted @ weights).sum(0)[:, :start] / 6
     assert torch.allclose(given, expected, rtol=1e-3, atol=1e-5)
 
 

@@ -98,6 +98,25 @@ def test_a_span_goes_over_pages_of_its_source() -> None:
         MovePlan.of([[beyond]], turn, table, layers)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_that_are_keys_and_values_in_one_rotate_in_their_first_channels(
+    interleaved: bool,
+) -> None:
+    pages = [make_pages(12, 1, PAGE, 20, torch.float32, "heads first") for _ in range(LAYERS)]
+    layers, table = PagedLayers(pages), make_tables(1, 9, 12)[0]
+    rotation = Rotation(torch.rand(LAYERS, 4), interleaved=interleaved)
+    stored = random(1, LAYERS, 1, 30, 40)
+    spans = [StoredSpan(Source(stored), 3, 27, 50)]
+    (rows,) = MovePlan.of([spans], turns_of(rotation, [47]), table, layers)
+    move(rows, layers, interleaved=interleaved)
+    expected = torch.empty_like(stored[0, :, :, 3:])
+    rotation.move(stored[0, :, :, 3:], 47, expected)
+    for number, layer in enumerate(layers.pages):
+        found = layer[table.long()].transpose(0, 1).flatten(1, 2)[:, 50:77]
+        assert torch.allclose(found, expected[number], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[..., 8:], stored[0, number, :, 3:, 8:])
+
+
 def test_layers_that_rotate_alike_share_one_table() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]

@@ -73,6 +73,33 @@ def test_the_shift_is_that_of_dense_rows(
     assert torch.equal(*same)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_shift_of_rows_that_are_keys_and_values_in_one(interleaved: bool) -> None:
+    torch.manual_seed(5)
+    dim, pairs = 24, 8  # of a half of a row
+    pages = make_pages(12, 1, PAGE, dim, torch.float32, "heads first")
+    table = make_tables(1, 10, 12)[0]
+    positions = scattered(45, PROMPT)
+    rotation = Rotation(torch.rand(2, pairs), interleaved=interleaved)
+    rows = random(len(positions), 1, 2 * dim)
+    rows[::5] = 9 * rows[::5]  # they count less than the others
+
+    kv = RequestKV(KVShape(2, 1, 2 * dim, torch.float32, torch.device(DEVICE), sides=1), PROMPT)
+    kv.data[0, 1, :, :PROMPT] = pages[table.long()].transpose(0, 1).flatten(1, 2)[:, :PROMPT]
+    hook = Shift(rotation, positions.to(DEVICE), SPANS)
+    hook.kv = kv
+    hook.on_fresh(1, rows, rows)
+
+    plan = ShiftPlan.of(shift_rows(positions), table)
+    at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
+    shift(rows, rows[:], pages, plan, at, error_weight=ERROR_WEIGHT, interleaved=interleaved)
+    found = pages[table.long()].transpose(0, 1).flatten(1, 2)[:, :PROMPT]
+    stale = torch.from_numpy(SPANS.block_of >= 0).to(DEVICE)
+    stale[positions.to(DEVICE)] = False
+    expected = kv.data[0, 1, :, :PROMPT]
+    assert torch.allclose(found[:, stale], expected[:, stale], rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_to_learn_from_shifts_nothing() -> None:
     pages = make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")
     before, table = pages.clone(), make_tables(1, 10, 12)[0]

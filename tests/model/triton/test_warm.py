@@ -23,7 +23,8 @@ KERNELS: list[Any] = [
 ]
 
 
-def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_every_kernel_runs_once(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = set()
     plain = type(KERNELS[0]).run
 
@@ -35,7 +36,7 @@ def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     layers = PagedLayers([make_pages(3, 1, 16, 16, dtype, "tokens first")])
     before = layers.first.clone()
-    warm_up(layers, heads=2, pairs=8, blocks=2)
+    warm_up(layers, heads=2, pairs=8, blocks=2, joined=joined)
     assert ran == set(KERNELS)
     assert torch.equal(layers.first, before)  # pages of its own
 

@@ -29,6 +29,16 @@ def test_rows_go_to_their_slots_and_nothing_else_changes(
     assert torch.equal(pages, expected)
 
 
+def test_rows_that_are_keys_and_values_in_one() -> None:
+    pages = make_pages(3, 1, 8, 20, torch.float32, "heads first")
+    slots = torch.tensor([23, -1, 4], device=DEVICE)
+    rows, expected = random(3, 1, 40), pages.clone()
+    for row, slot in ((0, 23), (2, 4)):
+        expected[slot // 8, :, slot % 8] = rows[row]
+    write(rows, rows[:], pages, slots)
+    assert torch.equal(pages, expected)
+
+
 def test_rows_that_do_not_fit_the_pages_are_named() -> None:
     pages = make_pages(2, 2, 8, 16, torch.float32, "heads first")
     slots = torch.tensor([1, 2], device=DEVICE)

@@ -65,7 +65,7 @@ def test_a_file_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = reader.read(data, LIMITS)
     assert reader.read(data, LIMITS) == first and reader.pixels(data, first.digest)
     assert processed == 1
-    monkeypatch.setattr(reader._pixels, "most_bytes", 1)
+    monkeypatch.setattr(reader.kept, "most_bytes", 1)
     second = reader.read(file_of(picture(5)), LIMITS)
     assert reader.kept_pixels(first.digest) is None
     assert reader.kept_pixels(second.digest) is not None, "the last one stays"

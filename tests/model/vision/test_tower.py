@@ -37,7 +37,7 @@ def run(tower: VisionTower, data: bytes) -> tuple[torch.Tensor, int]:
 
 
 def test_others_run_between_two_tiles(engine: KVBoost) -> None:
-    tower: Any = engine._model.vision
+    tower: Any = engine.model.vision
     features, pauses = run(tower, WIDE)
     assert features.shape[1:] == (1, 64) and features.shape[0] % 9 == 0
     assert pauses == features.shape[0] // 9 - 1 > 0
@@ -49,7 +49,7 @@ def test_others_run_while_a_thread_decodes(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the pixels are not at hand, as in the engine's process beside an API process."""
-    tower: Any = engine._model.vision
+    tower: Any = engine.model.vision
     expected, _ = run(tower, WIDE)
     found = tower.reader.read(WIDE, ImageLimits())
     forget_images(tower)
@@ -76,8 +76,8 @@ def test_others_run_while_a_thread_decodes(
 
 
 def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
-    tower: Any = engine._model.vision
-    monkeypatch.setattr(tower._kept, "most_bytes", 1)
+    tower: Any = engine.model.vision
+    monkeypatch.setattr(tower.kept, "most_bytes", 1)
     run(tower, WIDE)
     run(tower, file_of(picture(2)))
     run(tower, file_of(picture(2)))
@@ -88,6 +88,6 @@ def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 
 def test_the_tower_keeps_its_own_attention(engine: KVBoost) -> None:
     engine.generate("text", 1)
-    config = engine._model.forward.model.config
+    config = engine.model.forward.model.config
     assert config.text_config._attn_implementation == "kvboost"
     assert config.vision_config._attn_implementation == "sdpa"

@@ -39,11 +39,11 @@ class Two:
     """The same request in pages and in a buffer. Both have KV of other text in some rows."""
 
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch, refused: str = "") -> None:
-        backend, shape = engine._runtime.backend, engine._model.forward.shape
+        backend, shape = engine.runtime.backend, engine.model.forward.shape
         assert isinstance(backend, PagedBackend)
         self.capture = ReplayAgain(refused)
         monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: self.capture)
-        slab = Slab(shape, num_pages=12, num_requests=2)
+        slab = Slab(shape, num_pages=12, num_requests=3)
         slab.data[:, SCRATCH + 1 :] = float("nan")
         slab.take(20)
         backend._use_slab(slab)
@@ -143,6 +143,50 @@ def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.M
     torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-5)
     assert float(seen[0].sum()) > 1 and not seen[0][..., 45:].any()
     assert two.capture.names == [PROBES] and two.forwards.num_runs == 1
+
+
+def test_probes_without_a_graph_share_a_forward_with_other_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as those of a request with an adapter. A hook over pages ends the forward of no other
+    segment."""
+    two = Two(paged_engine(monkeypatch, "qwen2", sizes={"num_hidden_layers": 4}), monkeypatch)
+    forward, last = two.forward, probed_layers(4).last
+    assert isinstance(forward, PagedForward)
+    forward.runner = None
+    whole = two.backend.model.forward
+    run, sizes = whole._run, []
+
+    def counted(segments: list[Segment], cache: object) -> torch.Tensor:
+        sizes.append(len(segments))
+        return run(segments, cache)
+
+    monkeypatch.setattr(whole, "_run", counted)
+    tail, absent = torch.arange(50, PROMPT), torch.zeros(PROMPT, dtype=torch.bool)
+    absent[45:50] = True
+    other = paged_kv(two.paged.slab, PROMPT)
+    with other.filling(0, 45) as rows:
+        rows.copy_(two.plain.rows(0, 45))
+
+    def probe(kv: RequestKV) -> tuple[AttentionMass, Segment]:
+        mass = AttentionMass(probed_layers(4), absent[:50])
+        hook = two.backend.rows_of(kv).probe(mass, tail)
+        options = {"until": last, "absent": absent, "may_go_on": True}
+        return mass, Segment(kv, IDS[tail], tail, 0, hook=hook, **options)
+
+    expected, alone = probe(two.plain)
+    two.forward.run([alone])
+    first, probing = probe(two.paged)
+    second, also = probe(other)
+    forward.run([probing, also])
+    rows = Segment(other, IDS[45:50], range(45, 50))
+    third, again = probe(two.paged)
+    _, logits = forward.run([again, rows])
+    assert sizes == [1, 2, 2]
+    for mass in (first, second, third):
+        mass.wait()
+        torch.testing.assert_close(mass.mass, expected.mass, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits, two.logits(two.plain, range(45, 50)), **CLOSE)
 
 
 def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,14 +45,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[KVBoost]:
 
 
 def slab_of(engine: KVBoost) -> Slab:
-    pool = engine._runtime.pool
+    pool = engine.runtime.pool
     assert isinstance(pool, PagedPool)
     return pool.slab
 
 
 def kept(engine: KVBoost) -> list[PagedData]:
     """The chunks that are pages."""
-    holdings = engine._runtime.store._holdings
+    holdings = engine.runtime.store.holdings
     found = [holdings.residency.ready(key) for key in holdings.catalogue]
     return [one.data for one in found if one is not None and isinstance(one.data, PagedData)]
 
@@ -60,7 +60,7 @@ def kept(engine: KVBoost) -> list[PagedData]:
 def shared_rows(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows of the cache each later request will share."""
     counts: list[int] = []
-    backend = engine._runtime.backend
+    backend = engine.runtime.backend
     find = backend.kept_prefix
 
     def watched(known: KnownRows, most_rows: int) -> Prefix | None:
@@ -131,9 +131,9 @@ def test_a_request_that_needs_pages_sends_chunks_to_ram(
 
 def test_rows_that_can_be_moved_again_are_not_copied_to_ram(engine: KVBoost) -> None:
     def lineages() -> set[str]:
-        return {info.lineage.value for info in store._holdings.catalogue.infos().values()}
+        return {info.lineage.value for info in store.holdings.catalogue.infos().values()}
 
-    store = engine._runtime.store
+    store = engine.runtime.store
     prompt = [5, 6, 7, *TEXT, *TEXT[:20]]
     engine.generate(TEXT, 1, EXACT, ignore_eos=True)
     moved = engine.generate(prompt, 1, ignore_eos=True, **SLOPPY)
@@ -152,7 +152,7 @@ def test_a_thread_frees_pages_before_requests_need_them(
     for module in ("kvboost.runtime.paged_backend", "kvboost.cache.tiers.gpu"):
         monkeypatch.setattr(f"{module}.SPARE_SHARE", 4)
     engine.generate([1], 1)
-    slab, tier = slab_of(engine), engine._runtime.store._holdings.residency._gpu
+    slab, tier = slab_of(engine), engine.runtime.store.holdings.residency._gpu
     assert tier is not None
     if is_bounded:
         tier.max_bytes //= 3

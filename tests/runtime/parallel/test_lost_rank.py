@@ -35,12 +35,12 @@ def engine(models: Path) -> Iterator[KVBoost]:
         yield made
     assert not distributed.is_initialized()
     ranks = ranks_of(made)
-    assert all(process.returncode is not None for process in ranks._processes)
+    assert all(process.returncode is not None for process in ranks.processes)
 
 
 def ranks_of(engine: KVBoost) -> Ranks:
-    assert isinstance(engine._runtime, ParallelRuntime)
-    return engine._runtime._ranks
+    assert isinstance(engine.runtime, ParallelRuntime)
+    return engine.runtime.ranks
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path
         KVBoost.from_pretrained(save_model("llama", models), tp_size=2)
     stream = engine.stream(TEXT + "More.", 200, ignore_eos=True)
     next(stream)
-    ranks_of(engine)._processes[0].kill()
+    ranks_of(engine).processes[0].kill()
     with pytest.raises(RankLostError, match=r"rank 1 has ended with exit status -9.*another one"):
         list(stream)
     with pytest.raises(RankLostError, match="rank 1 has ended"):

@@ -116,7 +116,7 @@ def test_a_rank_that_is_stuck(open_two: Open, monkeypatch: pytest.MonkeyPatch) -
     ranks = open_two(wait_for_the_end, reason_seconds=0.01)
     with pytest.raises(RankLostError, match=r"a rank is stuck: no answer within 0.05 s"):
         ranks.ask(Follower.has, 1)
-    (process,) = ranks._processes
+    (process,) = ranks.processes
     assert isinstance(process, Process) and process.killed
 
 

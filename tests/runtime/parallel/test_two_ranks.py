@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from support.split_models import save_model, split_engine, whole_engine
-from support.tiny import DEVICE
+from support.tiny import DEVICE, in_slices
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 DOCUMENT = "Lighthouses are at the coast and shine at night for ships at sea. "
@@ -84,7 +85,7 @@ def two(ranks: Ranks, models: Path) -> Iterator[Make]:
 
 def parts_of(engine: KVBoost) -> dict[str, int]:
     """The chunks in memory, and the numbers that all ranks know them by."""
-    residency = engine._runtime.store._holdings.residency
+    residency = engine.runtime.store.holdings.residency
     found = {}
     for key in residency.in_memory():
         chunk = residency.ready(key)
@@ -100,9 +101,9 @@ def are_there(ranks: Ranks, numbers: list[int]) -> list[bool]:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_and_hits_are_those_of_one_process(name: str, one: Make, two: Make) -> None:
     whole, split = one(name), two(name)
-    assert whole._model.forward.shape.num_kv_heads == 2
-    assert split._model.forward.shape.num_kv_heads == MODELS[name]
-    assert split._model.fingerprint == whole._model.fingerprint
+    assert whole.model.forward.shape.num_kv_heads == 2
+    assert split.model.forward.shape.num_kv_heads == MODELS[name]
+    assert split.model.fingerprint == whole.model.fingerprint
     for engine in (whole, split):
         engine.warm(DOCUMENT, header="")
     for prompt, kind in (
@@ -156,7 +157,7 @@ def test_copies_are_mixed_on_every_rank(
 def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The rows of all heads after each mixing, from now on."""
     mixed: list[torch.Tensor] = []
-    packer = engine._runtime.backend.packer
+    packer = engine.runtime.backend.packer
     place = packer.place
 
     def recorded(hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
@@ -194,6 +195,24 @@ def test_batches_and_sampling(one: Make, two: Make) -> None:
     assert [answer.token_ids for answer in given] == [answer.token_ids for answer in expected]
 
 
+def test_probes_and_repairs_of_a_batch(
+    one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank tells what each hook of a forward has observed."""
+    monkeypatch.setattr("kvboost.runtime.prefill.YIELD_AFTER_SECONDS", math.inf)
+    prompts = [HEADER + DOCUMENT + QUESTION, TEXT, "Others. " + DOCUMENT + "Why at the coast?"]
+    answers = []
+    for engine in (one("qwen2"), two("qwen2")):
+        engine.warm(DOCUMENT, header="")
+        options: Any = {"reuse_moved": "always", "keep": False}
+        answers.append(engine.generate_batch(prompts, 4, **options))
+        assert 3 in engine.serving_stats()["batch_sizes"]
+    for expected, given in zip(*answers, strict=True):
+        assert given.reuse.recomputed == expected.reuse.recomputed
+        assert given.token_ids == expected.token_ids
+    assert all(answers[0][number].recomputed_tokens for number in (0, 2))
+
+
 def test_several_threads_at_once(one: Make, two: Make) -> None:
     """Requests of other threads place rows and ask for chunks while a forward runs."""
     prompts = [HEADER + TEXT, TEXT + QUESTION, DOCUMENT + TEXT, HEADER + DOCUMENT] * 2
@@ -208,8 +227,8 @@ def test_several_threads_at_once(one: Make, two: Make) -> None:
 def test_a_request_that_grows_and_a_prompt_in_slices(
     one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = one(prefill_slice=96), two(prefill_slice=96)
-    split = engines[1]._runtime
+    engines = in_slices(one(), 96), in_slices(two(), 96)
+    split = engines[1].runtime
     monkeypatch.setattr(split, "rows_for", lambda request, *, batched: 8)
     with split.pool.lend(8) as kv:
         assert kv.capacity == 256

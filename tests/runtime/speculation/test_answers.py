@@ -171,8 +171,8 @@ def test_rows_of_rejected_tokens_are_not_kept(engine, monkeypatch, how) -> None:
     full = engine.score(ids, follows, GenerationMode.BASELINE)
     assert score.reuse.cached_tokens == len(ids) - 1  # all rows but that of the last token
     torch.testing.assert_close(score.logits, full.logits, atol=1e-4, rtol=1e-4)
-    root = engine._runtime.root(how.__name__)
-    infos = engine._runtime.store._holdings.catalogue.infos().values()
+    root = engine.runtime.root(how.__name__)
+    infos = engine.runtime.store.holdings.catalogue.infos().values()
     kept = [info.token_ids.tolist() for info in infos if info.root == root]
     assert sum(map(len, kept)) == len(ids) - 1
 
@@ -199,7 +199,7 @@ def test_off_and_baseline_draft_nothing(engine, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("no drafter is needed")
 
-    monkeypatch.setattr(engine._runtime.speculation, "make_drafters", fail)
+    monkeypatch.setattr(engine.runtime.speculation, "make_drafters", fail)
     for options in ({"speculate": "off"}, {"speculate": 8, "mode": "baseline"}):
         result = engine.generate(PROMPT, 6, keep=False, ignore_eos=True, **options)
         assert result.drafted_tokens == 0
@@ -266,11 +266,11 @@ def test_the_engine_drafts_from_what_was_read(monkeypatch) -> None:
 
 def test_what_would_be_drafted_is_measured_where_it_does_not_pay(monkeypatch) -> None:
     with make_engine(tiny_model("llama"), speculate="auto") as engine:
-        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys, **_: float(rows))
+        monkeypatch.setattr(engine.runtime.cost, "step", lambda rows, keys, **_: float(rows))
         first = engine.generate(PROMPT, 40, ignore_eos=True)
         again = engine.generate(PROMPT, 40, ignore_eos=True)
         assert again.token_ids == first.token_ids and again.drafted_tokens == 0
-        chances = engine._runtime.speculation._chances
+        chances = engine.runtime.speculation._chances
         assert chances.of(("text", 17), 0.5) > 0.8
-        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys, **_: 1.0)
+        monkeypatch.setattr(engine.runtime.cost, "step", lambda rows, keys, **_: 1.0)
         assert engine.generate(PROMPT, 40, ignore_eos=True).accepted_tokens > 30

@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 def without_text(engine: KVBoost, monkeypatch) -> None:
     """Leaves the model as the only drafter."""
-    speculation = engine._runtime.speculation
+    speculation = engine.runtime.speculation
     make = speculation.make_drafters
     monkeypatch.setattr(speculation, "make_drafters", lambda *given: make(*given)[1:])
 

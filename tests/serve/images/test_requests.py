@@ -114,10 +114,10 @@ def test_an_image_is_answered_as_in_the_library_and_known_afterwards(
     assert answer.status_code == 200, answer.text
     assert text_of(answer) == expected
     assert {target for target, _, _ in site.asked} <= {"/a.png?size=large"}
-    seen = engine._model.vision.num_images
+    seen = engine.model.vision.num_images
     path, body = APIS[api](DATA, "And is it red?", temperature=0)
     second = client.post(path, json=body)
-    assert second.status_code == 200 and engine._model.vision.num_images == seen
+    assert second.status_code == 200 and engine.model.vision.num_images == seen
     assert int(second.headers["x-kvboost-exact-tokens"]) > 60
 
 
@@ -281,10 +281,10 @@ def test_streams_counts_plans_and_explanations_know_images(client, engine, image
 def test_a_kept_response_goes_on_from_the_image_itself(client, engine, image) -> None:
     path, body = responses(image(FILE), store=True)
     first = client.post(path, json=body).json()
-    seen = engine._model.vision.num_images
+    seen = engine.model.vision.num_images
     more = {"model": "m", "input": "And now?", "previous_response_id": first["id"]}
     second = client.post(path, json={**more, "max_output_tokens": 4})
-    assert second.status_code == 200 and engine._model.vision.num_images == seen
+    assert second.status_code == 200 and engine.model.vision.num_images == seen
     items = client.get(f"{path}/{second.json()['id']}/input_items").json()["data"]
     images = [part for item in items for part in item["content"] if part["type"] == "input_image"]
     assert [one["image_url"] for one in images] == [DATA]

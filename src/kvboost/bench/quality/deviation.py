@@ -44,7 +44,15 @@ from kvboost.bench.quality.summary import (
 )
 from kvboost.bench.quality.tasks import Asking, choose
 from kvboost.bench.texts.questions import Question, make_questions
-from kvboost.config import CONTROL, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
+from kvboost.config import (
+    CONTROL,
+    CONTROLS,
+    DEFAULT_RATIO,
+    KV_BITS,
+    STRATEGIES,
+    WITHOUT_RATIO,
+    EngineConfig,
+)
 from kvboost.model.loading.load import LoadedModel, load
 from kvboost.progress import Progress
 
@@ -63,10 +71,10 @@ class Settings(Asking, ModelSettings):
     }
 
     strategies: tuple[str, ...] = option(
-        ("auto", CONTROL, "cacheblend", "selective", "none"),
+        ("auto", CONTROL, "cacheblend", *WITHOUT_RATIO),
         "How moved text is repaired; random takes as many rows as auto has paid for.",
         "strategy",
-        choices=(*STRATEGIES, CONTROL),
+        choices=(*STRATEGIES, *CONTROLS),
     )
     ratios: tuple[float, ...] = option(
         (DEFAULT_RATIO,), "Share of moved rows to recompute.", "ratio", least=0, most=1

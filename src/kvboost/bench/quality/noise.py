@@ -22,12 +22,10 @@ class NoiseFloor:
     """Full prefills of one model in bfloat16."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._whole, self._sliced = (
-            KVBoost(
-                loaded, EngineConfig(prefill_slice=rows, max_kv_bytes=MOST_BYTES, gpu_cache_bytes=0)
-            )
-            for rows in (WHOLE, SLICED)
-        )
+        config = EngineConfig(max_kv_bytes=MOST_BYTES, gpu_cache_bytes=0)
+        self._whole, self._sliced = KVBoost(loaded, config), KVBoost(loaded, config)
+        self._whole.runtime.backend.prefill_slice = WHOLE
+        self._sliced.runtime.backend.prefill_slice = SLICED
 
     def rows(self, asked: Asked) -> list[Row]:
         exact: dict[str, Any] = {"mode": GenerationMode.PREFIX_CACHE, "cache_salt": NOISE}

@@ -75,20 +75,20 @@ class EventPublisher:
         self._root = root
         self._block_size = settings.block_size
         self._medium = medium
-        self._is_known = is_known
+        self.is_known = is_known
         self._changes: queue.Queue[_Rows | _Gone | Cleared] = queue.Queue(max_waiting)
         self._announced = Announcements(settings.block_size)
         self._overflowed = False
         self._closing = False
         self._refused = self._discarded = self._messages = self._failed = 0
         self._tokens_put = self._tokens_taken = 0  # by the store, and by the thread
-        self._sender = Sender(settings)
+        self.sender = Sender(settings)
         self._thread = threading.Thread(target=self._run, name="kvboost-events", daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        return self._sender.endpoint
+        return self.sender.endpoint
 
     def on_stored(self, token_ids: TokenIds, exact: Sequence[Hit]) -> None:
         self._put(_Rows(token_ids, tuple(exact)))
@@ -131,13 +131,13 @@ class EventPublisher:
     def _run(self) -> None:
         while not self._closing or not self._changes.empty():
             try:
-                self._sender.answer_replays()
-                self._publish(self._gather(self._sender.replay_seconds))
+                self.sender.answer_replays()
+                self._publish(self._gather(self.sender.replay_seconds))
             except Exception as error:  # no message is worth the server
                 self._failed += 1
                 self._overflowed = True  # routers have missed something
                 logger.warning("KV events could not be published: %s", type(error).__name__)
-        self._sender.close()
+        self.sender.close()
 
     def _gather(self, timeout: float | None) -> list[_Rows | _Gone | Cleared]:
         """The changes; empty if there are none within ``timeout``."""
@@ -174,10 +174,10 @@ class EventPublisher:
             elif isinstance(change, _Gone):
                 self._announced.gone([change.key])
             else:
-                said += [*self._announced.take(self._is_known), *self._announced.clear()]
-        said += self._announced.take(self._is_known)
+                said += [*self._announced.take(self.is_known), *self._announced.clear()]
+        said += self._announced.take(self.is_known)
         if said:
-            self._sender.send([as_map(one, self._block_size, self._medium) for one in said])
+            self.sender.send([as_map(one, self._block_size, self._medium) for one in said])
             self._messages += 1
 
     def _discard(self) -> int:

@@ -41,7 +41,7 @@ class Sender:
         self._topic = settings.topic.encode()
         self._numbers = count()
         self._router: zmq.Socket[bytes] | None = None
-        self._replays: Replays | None = None
+        self.replays: Replays | None = None
         self._publish = self._open(zmq.PUB, settings.endpoint, MAX_UNSENT)
         if settings.replay_endpoint is not None:
             try:
@@ -50,7 +50,7 @@ class Sender:
                 self._publish.close(0)
                 raise
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._replays = Replays(self._router, self._topic)
+            self.replays = Replays(self._router, self._topic)
         self.endpoint = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where messages are published: the endpoint of the settings, with its port."""
 
@@ -59,20 +59,20 @@ class Sender:
         number = next(self._numbers)
         payload = self._encode([time.time(), events, 0])
         self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
-        if self._replays is not None:
-            self._replays.keep(number, payload)
+        if self.replays is not None:
+            self.replays.keep(number, payload)
 
     @property
     def replay_seconds(self) -> float | None:
         """The time that the next call of ``answer_replays`` may wait; None if none is due."""
-        if self._replays is None:
+        if self.replays is None:
             return None
-        return BUSY_SECONDS if self._replays else REPLAY_SECONDS
+        return BUSY_SECONDS if self.replays else REPLAY_SECONDS
 
     def answer_replays(self) -> None:
         """Sends some of what subscribers have asked for: all messages from a number on."""
-        if self._replays is not None:
-            self._replays.answer()
+        if self.replays is not None:
+            self.replays.answer()
 
     def close(self) -> None:
         """ZeroMQ's own thread sends the last messages."""

@@ -34,10 +34,9 @@ class OrderedTier:
     at a time and leave in that order; those that are used or held meanwhile are passed over.
     """
 
-    def __init__(self, tier: Tier, policy: EvictionPolicy, max_chunks: int | None = None) -> None:
+    def __init__(self, tier: Tier, policy: EvictionPolicy) -> None:
         self.tier = tier
         self._policy = policy
-        self._max_chunks = max_chunks
         self.parents: dict[ChunkKey, ChunkKey] = {}
         """The chunks that are here, for reading only."""
         self._children: Counter[ChunkKey] = Counter()
@@ -56,9 +55,8 @@ class OrderedTier:
 
     @property
     def used_share(self) -> float:
-        """The share of its budget that is taken, of bytes or of chunks."""
-        of_bytes = self.tier.nbytes / max(1, self.tier.max_bytes)
-        return max(of_bytes, len(self) / self._max_chunks if self._max_chunks else 0.0)
+        """The share of its budget that is taken."""
+        return self.tier.nbytes / max(1, self.tier.max_bytes)
 
     @property
     def has_many_news(self) -> bool:
@@ -112,8 +110,7 @@ class OrderedTier:
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for one more chunk of ``nbytes``."""
-        room = self._max_chunks is None or len(self) < self._max_chunks
-        return room and self.tier.nbytes + nbytes <= self.tier.max_bytes
+        return self.tier.nbytes + nbytes <= self.tier.max_bytes
 
     def next_to_go(self, is_held: Callable[[ChunkKey], bool]) -> ChunkKey | None:
         """The chunk to evict next; None if there is none that may be evicted."""

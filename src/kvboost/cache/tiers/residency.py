@@ -55,7 +55,6 @@ class Residency:
         owner: Owner,
         *,
         policy: Callable[[], EvictionPolicy],
-        max_chunks: int | None = None,
         attention_share: float = 0.0,
         state_every: int | None = None,
     ) -> None:
@@ -67,10 +66,9 @@ class Residency:
         self.hits: Counter[str] = Counter()
         self._attention_share = attention_share
         self._state_every = state_every
-        self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
-        self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
-        self._on_gpu = OrderedTier(tiers.gpu, policy(), max_chunks) if tiers.gpu else None
+        self._in_ram = OrderedTier(tiers.ram, policy())
+        self._on_gpu = OrderedTier(tiers.gpu, policy()) if tiers.gpu else None
         self._on_disk = OrderedTier(tiers.disk, policy()) if tiers.disk else None
         self._in_remote: set[ChunkKey] = set()
         # A lookup asks for every chunk that it finds: no calls.
@@ -116,12 +114,8 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Makes room for new chunks of so many bytes in all, if they fit. Each would make its own
-        room, but what leaves between two of them has them ordered one by one. Where RAM counts
-        chunks too, bytes do not tell whether they fit."""
-        if self._on_gpu is not None:
-            self._make_room(self._on_gpu, nbytes)
-        elif not self._counts_chunks:
-            self._make_room(self._in_ram, nbytes)
+        room, but what leaves between two of them has them ordered one by one."""
+        self._make_room(self._in_ram if self._on_gpu is None else self._on_gpu, nbytes)
 
     def put(self, chunk: KVChunk) -> bool:
         """Takes a new chunk in: on the GPU, or in RAM if there is no such tier or no room in it.

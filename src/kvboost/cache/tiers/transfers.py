@@ -53,14 +53,14 @@ class Transfers:
         self._lock = lock
         self._format = format
         self._tiers = tiers
-        self._disk, self._remote = tiers.disk, tiers.remote
+        self.disk, self.remote = tiers.disk, tiers.remote
         self._ram = tiers.ram
-        self._writer: Writer | None = None
+        self.writer: Writer | None = None
         self._fetcher: ThreadPoolExecutor | None = None
         self._unremoved: list[ChunkKey] = []  # files of chunks that were to be purged
         self._refreshing = threading.Lock()  # taken before the store's lock
         if tiers.disk or tiers.remote:
-            self._writer = residency.writer = Writer(
+            self.writer = residency.writer = Writer(
                 self._write,
                 self._written,
                 max_waiting=max(LEAST_WAITING, tiers.ram.max_bytes // 4),
@@ -70,11 +70,11 @@ class Transfers:
 
     def open(self) -> None:
         """Finds what is on disk, and evicts some of it if it exceeds the budget."""
-        if self._disk is not None:
+        if self.disk is not None:
             self.refresh(now=True)
-            with self._disk.exclusive() as locked:
+            with self.disk.exclusive() as locked:
                 if locked:
-                    self._make_room_on_disk(0, self._disk)
+                    self._make_room_on_disk(0, self.disk)
 
     def adopt(self, chunks: Sequence[KVChunk]) -> list[KVChunk]:
         """New chunks where they are kept: on a GPU that has a tier, or in host memory."""
@@ -109,10 +109,10 @@ class Transfers:
         """Notices what other processes have written or removed. With ``now``, all that was in the
         folder is entered when this returns. Without, a look that another thread has begun is left
         to it."""
-        if self._disk is None or not self._refreshing.acquire(blocking=now):
+        if self.disk is None or not self._refreshing.acquire(blocking=now):
             return
         try:
-            changes = self._disk.refresh(now=now)
+            changes = self.disk.refresh(now=now)
             for start in range(0, len(changes.added), ENTERED_AT_ONCE):
                 with self._lock:
                     self._residency.add_found(changes.added[start : start + ENTERED_AT_ONCE])
@@ -124,19 +124,19 @@ class Transfers:
 
     def list_remote(self) -> Listing:
         """Everything the remote store has. Slow."""
-        return self._remote.list_chunks() if self._remote is not None else Listing()
+        return self.remote.list_chunks() if self.remote is not None else Listing()
 
     def remote_stats(self) -> RemoteStats | None:
-        return self._remote.stats() if self._remote is not None else None
+        return self.remote.stats() if self.remote is not None else None
 
     def remove_files(self, keys: Sequence[ChunkKey]) -> None:
         """Removes the files of chunks that were dropped. One that was stored again meanwhile stays
         in memory."""
-        if self._disk is None:
+        if self.disk is None:
             return
         for key in keys:
-            self._disk.delete(key)
-        gone = [key for key in keys if not self._disk.contains(key)]
+            self.disk.delete(key)
+        gone = [key for key in keys if not self.disk.contains(key)]
         with self._lock:
             self._residency.remove_gone(gone)
 
@@ -145,17 +145,17 @@ class Transfers:
         call, and what nobody here can read (quarantine and other versions' chunks); returns how
         many are left, by tier. One call at a time."""
         left: Counter[str] = Counter()
-        if self._disk is not None:
-            self._disk.clear_quarantine()
-            self._disk.remove_others()
+        if self.disk is not None:
+            self.disk.clear_quarantine()
+            self.disk.remove_others()
             wanted_gone = list(dict.fromkeys([*self._unremoved, *keys]))
             self.remove_files(wanted_gone)
-            self._unremoved = list(filter(self._disk.contains, self._unwanted(wanted_gone)))
-            left["disk"] = len(self._unremoved) + len(self._disk.others())
-        if self._remote is not None:
+            self._unremoved = list(filter(self.disk.contains, self._unwanted(wanted_gone)))
+            left["disk"] = len(self._unremoved) + len(self.disk.others())
+        if self.remote is not None:
             for key in keys:
-                self._remote.delete(key)
-            there = self._remote.count(self._unwanted(keys))
+                self.remote.delete(key)
+            there = self.remote.count(self._unwanted(keys))
             left["remote"] = len(keys) if there is None else there  # unknown counts as left
         return dict(+left)
 
@@ -167,30 +167,30 @@ class Transfers:
     def await_writing(self) -> None:
         """Returns when the current write has ended; if its chunk was forgotten meanwhile, the file
         is removed again by then."""
-        if self._writer is not None:
-            self._writer.await_writing()
+        if self.writer is not None:
+            self.writer.await_writing()
 
     def flush(self) -> None:
         """Writes what is pending."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self.writer is not None:
+            self.writer.flush()
 
     def close(self) -> None:
         """Writes what is pending and releases everything."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
         if self._fetcher is not None:
             self._fetcher.shutdown()
         with self._lock:
             self._residency.clear()
-        for tier in (self._tiers.gpu, self._ram, self._disk, self._remote):
+        for tier in (self._tiers.gpu, self._ram, self.disk, self.remote):
             if tier is not None:
                 tier.close()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """No process writes to the folder meanwhile."""
-        with self._disk.exclusive() if self._disk is not None else nullcontext():
+        with self.disk.exclusive() if self.disk is not None else nullcontext():
             yield
 
     # Reading.
@@ -242,12 +242,12 @@ class Transfers:
     def _read(self, planned: ChunkInfo) -> tuple[KVChunk | None, str]:
         """The chunk and the tier it came from."""
         key, expected = planned.key, Expected(planned, self._format)
-        if self._disk is not None and self._disk.contains(key):
-            chunk = self._disk.get(key, expected)
+        if self.disk is not None and self.disk.contains(key):
+            chunk = self.disk.get(key, expected)
             if chunk is not None:
                 return chunk, "disk"
-        if self._remote is not None:
-            chunk = self._remote.get(key, expected)
+        if self.remote is not None:
+            chunk = self.remote.get(key, expected)
             if chunk is not None:
                 return replace(chunk, data=chunk.data.map(self._ram.own)), "remote"
         return None, ""
@@ -264,9 +264,9 @@ class Transfers:
         whole = self._tiers.shards.join(in_ram)
         if whole is None:
             return True
-        done = self._disk is None or self._write_to_disk(whole, self._disk)
-        if self._remote is not None:
-            self._remote.put(whole)
+        done = self.disk is None or self._write_to_disk(whole, self.disk)
+        if self.remote is not None:
+            self.remote.put(whole)
         return done
 
     def _written(self, key: ChunkKey) -> None:

@@ -49,7 +49,7 @@ class Writer:
         max_waiting: int,
         max_pending: int,
     ) -> None:
-        self._write = write
+        self.write = write
         self._written = written
         self._max_waiting = max_waiting
         self._max_pending = max_pending
@@ -185,7 +185,7 @@ class Writer:
     def _work(self) -> None:
         while (chunk := self._next()) is not None:
             try:
-                done = self._write(chunk)
+                done = self.write(chunk)
             except Exception:  # whatever it is, later chunks must still be written
                 done = False
             with self._changed:

@@ -21,7 +21,7 @@ class ContentRouter(RequestRouter):
     to the one it was chosen for."""
 
     def initialize_state(self, policy: str = "content", remember: int = 1 << 22) -> None:
-        self._scores = Router((), RouterSettings(policy, remember))
+        self.scores = Router((), RouterSettings(policy, remember))
         self._flights: dict[str, Flight] = {}
         self._reports: dict[str, object] = {}
 
@@ -32,9 +32,9 @@ class ContentRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
         for name, replica in replicas.items():
-            self._scores.add(name)
+            self.scores.add(name)
             self._learn(name, replica.routing_stats or {})
-        ranks = self._scores.rank(
+        ranks = self.scores.rank(
             _sketch(pending_request), tuple(replicas), self._elsewhere(replicas)
         )
         return [[replicas[choice.upstream]] for choice in ranks]
@@ -43,8 +43,8 @@ class ContentRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         name, sketch = replica_id.unique_id, _sketch(pending_request)
-        self._scores.add(name)
-        flight = self._scores.send(Choice(name, Expected(), 0.0), sketch)
+        self.scores.add(name)
+        flight = self.scores.send(Choice(name, Expected(), 0.0), sketch)
         self._flights[pending_request.metadata.internal_request_id] = flight
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -54,7 +54,7 @@ class ContentRouter(RequestRouter):
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._scores.remove(replica_id.unique_id)
+        self.scores.remove(replica_id.unique_id)
         self._reports.pop(replica_id.unique_id, None)
 
     def _learn(self, name: str, stats: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class ContentRouter(RequestRouter):
         if stats.get("number") in (None, self._reports.get(name)):
             return
         self._reports[name] = stats["number"]
-        known = self._scores.known(name)
+        known = self.scores.known(name)
         known.blocks.add(stats["blocks"])
         known.marks.add(stats["marks"])
 
@@ -70,7 +70,7 @@ class ContentRouter(RequestRouter):
         """Requests that replicas have from other routers, as far as Serve knows."""
         cached = self.replica_queue_len_cache
         return {
-            name: max(0, (cached.get(one.replica_id) or 0) - self._scores.open_requests(name))
+            name: max(0, (cached.get(one.replica_id) or 0) - self.scores.open_requests(name))
             for name, one in replicas.items()
         }
 

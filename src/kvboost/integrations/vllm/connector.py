@@ -67,36 +67,36 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # A load that fails must be computed; vLLM's default would end the request. vLLM reads this
         # after it has made the connector.
         transfer.kv_load_failure_policy = "recompute"
-        self._options = Options.parse(transfer.kv_connector_extra_config)
-        self._groups = Groups.of(kv_cache_config)
+        self.options = Options.parse(transfer.kv_connector_extra_config)
+        self.groups = Groups.of(kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            declined = why_nothing(vllm_config, self._options, kv_cache_config)
-            self._worker = Worker(vllm_config, self._options, declined, self._groups)
+            declined = why_nothing(vllm_config, self.options, kv_cache_config)
+            self.worker = Worker(vllm_config, self.options, declined, self.groups)
             return
-        self._page = self._groups.page or vllm_config.cache_config.block_size
+        self.page = self.groups.page or vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
         self._is_heard = events is not None and events.enable_kv_cache_events
-        announced = Announcements(self._page) if self._is_heard else None
-        resumes = bool(self._groups.with_states)
-        self._planner = Planner(self._options, self._page, announced, resumes=resumes)
-        self._branches = Branches()
-        self._tally = Tally()
-        self._commands = Commands(self._planner, self._tally)
+        announced = Announcements(self.page) if self._is_heard else None
+        resumes = bool(self.groups.with_states)
+        self.planner = Planner(self.options, self.page, announced, resumes=resumes)
+        self.branches = Branches()
+        self.tally = Tally()
+        self._commands = Commands(self.planner, self.tally)
         self._pool: BlockPool | None = None
-        self._served: dict[str, Served] = {}
-        self._held_rows = 0
+        self.served: dict[str, Served] = {}
+        self.held_rows = 0
         """Of loads whose chunks the workers hold, or are about to, without pages for them. States
         count as the rows that take as much memory."""
         self._step = Step()
         # What is on disk or remote also serves others, and routers are told what is kept.
-        engine = self._options.engine
+        engine = self.options.engine
         is_shared = self._is_heard or engine.disk_cache_dir or engine.remote_cache_url
-        self._keeping = Keeping(
-            self._planner,
-            self._served,
-            self._groups,
-            self._page,
-            self._tally,
+        self.keeping = Keeping(
+            self.planner,
+            self.served,
+            self.groups,
+            self.page,
+            self.tally,
             puts_off=not is_shared,
         )
 
@@ -104,7 +104,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
-        self._keeping.bind(gpu_block_pool)
+        self.keeping.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -114,14 +114,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         hellos = [one.hello for one in greetings if isinstance(one, Greeting) and one.hello]
         if len(hellos) != len(greetings) or self._pool is None:
             return
-        self._planner.open(hellos)
-        if self._groups.with_states:
+        self.planner.open(hellos)
+        if self.groups.with_states:
             logger.info(
                 "KVBoost keeps states at ends of pages (%d tokens), about every %d tokens and at "
                 "the ends of prompts, with chunks of up to %d tokens",
-                self._page,
-                self._planner.state_every,
-                self._planner.chunk_size,
+                self.page,
+                self.planner.state_every,
+                self.planner.chunk_size,
             )
         self._commands.open(len(hellos))
 
@@ -132,14 +132,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         asked = served.asked
         if asked.command is not None:
             self._begin(request.request_id, asked.command, served.salt)
-        if not self._branches or asked.mode != "repaired" or not self._serves(served):
+        if not self.branches or asked.mode != "repaired" or not self._serves(served):
             return
         pool = self._pool
         assert pool is not None
-        self._branches.rejoin(
+        self.branches.rejoin(
             request.request_id,
             request.block_hashes,
-            repair_name(self._planner.repair(asked)),
+            repair_name(self.planner.repair(asked)),
             lambda page_hash: pool.get_cached_block(page_hash, [0]) is not None,
         )
 
@@ -155,40 +155,40 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         if request.skip_reading_prefix_cache:  # it wants the log probabilities of its prompt
             return 0, False
-        branch = self._branches.of(request_id)
-        if branch is not None and num_computed_tokens <= branch.first * self._page:
+        branch = self.branches.of(request_id)
+        if branch is not None and num_computed_tokens <= branch.first * self.page:
             # None of its pages is there any more, or it was planned before: plan anew.
-            self._branches.leave(request_id, request.block_hashes)
+            self.branches.leave(request_id, request.block_hashes)
             branch = None
-        self._keeping.finish_ended()
+        self.keeping.finish_ended()
         if served.fetched is not None and served.fetched.first != num_computed_tokens:
             self._let_go(served)  # vLLM has more of it or less than when it was planned
         if served.fetched is None:
             # If vLLM has no pages for a request, it asks in every step.
-            asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
+            asked = (num_computed_tokens, request.num_tokens, self.planner.num_changes)
             if served.planned[0] != asked:
                 served.planned = asked, self._plan(request, served, num_computed_tokens)
         if (load := served.planned[1]) is None:
             return 0, False
-        if not self._groups.is_one:
+        if not self.groups.is_one:
             # With several groups, vLLM cannot compute the rows of a load that fails. So it begins
             # when it cannot fail any more.
-            if served.fetched is None and self._held_rows < HELD_ROWS:
+            if served.fetched is None and self.held_rows < HELD_ROWS:
                 self._hold(served, load)
                 self._step.fetches.append(load)
             if not served.is_fetched:
                 return None, False
         if branch is None and load.exact_rows < load.end:
             name = repair_name(load.repair)
-            self._branches.enter(
-                request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
+            self.branches.enter(
+                request_id, request.block_hashes, Branch(load.exact_rows // self.page, name)
             )
         return load.end - num_computed_tokens, True
 
     def _hold(self, served: Served, load: Load | None) -> None:
         for one, sign in ((served.fetched, -1), (load, 1)):
             if one is not None:
-                self._held_rows += sign * (one.end - one.first + self._planner.state_rows)
+                self.held_rows += sign * (one.end - one.first + self.planner.state_rows)
         served.fetched, served.is_fetched = load, False
 
     def _let_go(self, served: Served) -> None:
@@ -202,16 +202,16 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """A chunk is lost: vLLM computes the request."""
         if (load := served.fetched) is not None:
             self._let_go(served)
-            self._tally.finish(load, 0, failed=True)
+            self.tally.finish(load, 0, failed=True)
             served.load = load.failed()
 
     def _plan(self, request: Request, served: Served, local: int) -> Load | None:
         token_ids, salt = request.prompt_token_ids or (), served.salt
-        if not self._planner.may_know(token_ids, local, salt, served.asked):
+        if not self.planner.may_know(token_ids, local, salt, served.asked):
             return None
         if served.token_ids is None:
             served.token_ids = prompt_ids(token_ids)
-        return self._planner.plan(request.request_id, served.token_ids, local, salt, served.asked)
+        return self.planner.plan(request.request_id, served.token_ids, local, salt, served.asked)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -219,22 +219,22 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         served, request_id = self._of(request), request.request_id
         _, load = served.planned
         if load is not None and num_external_tokens:
-            last = load.end // self._page
+            last = load.end // self.page
             tables = tuple(tuple(table[:last]) for table in blocks.get_block_ids())
             served.load, served.is_loading = replace(load, tables=tables), True
             self._hold(served, None)
-            self._tally.start(request_id)
-            self._keeping.later.on_load()
+            self.tally.start(request_id)
+            self.keeping.later.on_load()
             self._step.loads.append(served.load)
         elif load is not None:  # vLLM goes on without it
             self._let_go(served)
-            branch = self._branches.of(request_id)
-            if branch is not None and branch.first * self._page >= load.first:
-                self._branches.leave(request_id, request.block_hashes)
+            branch = self.branches.of(request_id)
+            if branch is not None and branch.first * self.page >= load.first:
+                self.branches.leave(request_id, request.block_hashes)
         served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        keeping = self._keeping
+        keeping = self.keeping
         keeping.finish_ended()
         keeping.follow(scheduler_output)
         is_busy = scheduler_output.total_num_scheduled_tokens > 0
@@ -252,24 +252,24 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
-            self._planner.gone(report.gone)
-            self._planner.learn(report.measured)
-            self._tally.hear(report.tiers)
+            self.planner.gone(report.gone)
+            self.planner.learn(report.measured)
+            self.tally.hear(report.tiers)
             self._commands.hear(report.replies)
-            for request_id in self._served.keys() & report.recomputed.keys():
-                self._served[request_id].recomputed = report.recomputed[request_id]
+            for request_id in self.served.keys() & report.recomputed.keys():
+                self.served[request_id].recomputed = report.recomputed[request_id]
             for name in report.fetched:
-                if (served := self._served.get(name[0])) is not None:
+                if (served := self.served.get(name[0])) is not None:
                     served.is_fetched |= served.waits_for(name)
             for name in report.failed:
-                if (served := self._served.get(name[0])) is not None:
+                if (served := self.served.get(name[0])) is not None:
                     served.has_failed |= served.loads(name)
                     if served.waits_for(name):
                         self._give_up_fetching(served)
         for request_id in connector_output.finished_recving or ():
-            served = self._served.get(request_id)
+            served = self.served.get(request_id)
             if served is not None and served.is_loading and served.load is not None:
-                self._tally.finish(served.load, served.recomputed, failed=served.has_failed)
+                self.tally.finish(served.load, served.recomputed, failed=served.has_failed)
                 served.is_loading = False
                 if served.has_failed:
                     served.load = served.load.failed()
@@ -287,7 +287,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         begins with the copy."""
         served = self._of(request)
         self._finish(served, block_ids)
-        del self._served[request.request_id]
+        del self.served[request.request_id]
         said: dict[str, Any] = {}
         if served.load is not None and not served.is_loading:
             said = usage(served.load, served.recomputed)
@@ -298,27 +298,27 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _finish(self, served: Served, block_ids: tuple[list[int], ...]) -> None:
         request_id = served.request.request_id
-        branch = self._branches.of(request_id)
-        self._branches.forget(request_id)
+        branch = self.branches.of(request_id)
+        self.branches.forget(request_id)
         self._let_go(served)
-        self._keeping.end(served, block_ids, branch)
+        self.keeping.end(served, block_ids, branch)
         if served.is_loading:
-            self._tally.cancel(request_id)
+            self.tally.cancel(request_id)
             self._step.cancelled.append(request_id)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
         if self._is_heard:
-            self._keeping.finish_ended()
-        announced = self._planner.take_announcements()
+            self.keeping.finish_ended()
+        announced = self.planner.take_announcements()
         if not announced:
             return []
         from kvboost.integrations.vllm.publish import as_events
 
-        engine = self._options.engine
+        engine = self.options.engine
         return as_events(
             announced,
-            page=self._page,
+            page=self.page,
             medium=medium(is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url)),
         )
 
@@ -326,7 +326,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """The changes. Workers tell the scheduler's side, which tells all."""
         if self._role is KVConnectorRole.WORKER:
             return None
-        changed = self._tally.take(self._planner.num_chunks())
+        changed = self.tally.take(self.planner.num_chunks())
         return None if changed is None else Stats(changed)
 
     @classmethod
@@ -346,26 +346,26 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Forgets everything, what waits for pages and what requests have computed so far too: the
         weights may be others now."""
-        self._keeping.finish_ended()
-        self._keeping.later.forget()
-        for served in self._served.values():
+        self.keeping.finish_ended()
+        self.keeping.later.forget()
+        for served in self.served.values():
             self._let_go(served)
             served.is_kept &= not served.request.num_computed_tokens
-        self._step.dropped += self._planner.forget()
-        self._branches.clear()
+        self._step.dropped += self.planner.forget()
+        self.branches.clear()
         return True
 
     def _of(self, request: Request) -> Served:
         """The known facts of a request. It asks for the default if what it says cannot be read."""
         request_id = request.request_id
-        if (known := self._served.get(request_id)) is not None:
+        if (known := self.served.get(request_id)) is not None:
             return known
         extra, error = request.sampling_params and request.sampling_params.extra_args, ""
         try:
-            asked = RequestOptions.of_request(extra, self._options)
+            asked = RequestOptions.of_request(extra, self.options)
         except ConfigError as refused:
             logger.warning("KVBoost ignores what request %s asks: %s", request_id, refused)
-            asked, error = RequestOptions.parse(None, self._options), str(refused)
+            asked, error = RequestOptions.parse(None, self.options), str(refused)
         adapter, name = request.lora_request, None
         if adapter is not None:
             name = f"{adapter.lora_name}\0{adapter.lora_path}"
@@ -374,35 +374,35 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         salt = salt_of(request.cache_salt, name)
         is_kept = not self._commands.is_forgetting(salt)
         served = Served(request, asked, salt, error=error, is_kept=is_kept)
-        self._served[request_id] = served
+        self.served[request_id] = served
         return served
 
     def _begin(self, request_id: str, command: Command, salt: str) -> None:
         if command.name == "forget":
-            self._keeping.later.forget(salt)
-            for one in self._served.values():
+            self.keeping.later.forget(salt)
+            for one in self.served.values():
                 # Its tokens may be in the rows that requests compute now.
                 one.is_kept &= one.salt != salt
         self._commands.begin(request_id, command, salt)
 
     def _serves(self, served: Served) -> bool:
-        return self._planner.is_open and served.has_only_tokens
+        return self.planner.is_open and served.has_only_tokens
 
     # The workers' side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.greet()
+        return self.worker.greet()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called at the start of every step, before anything is written to a page. vLLM's own
         reference stays empty: with one, vLLM would call us twice for every layer, for nothing."""
         assert isinstance(connector_metadata, Step)
         self._bound = connector_metadata
-        if not self._groups.with_states:  # else the step computes what is kept
-            self._worker.keep(connector_metadata.keeps)
+        if not self.groups.with_states:  # else the step computes what is kept
+            self.worker.keep(connector_metadata.keeps)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
@@ -417,17 +417,17 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """vLLM has launched its own forward, if there is one. Loads go on behind it: in front of
         it, a GPU would wait for what the host prepares."""
-        return None, self._worker.step(self._bound) or None
+        return None, self.worker.step(self._bound) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_pages()
+        return self.worker.take_failed_pages()
 
     def build_connector_worker_meta(self) -> Report | None:
-        return self._worker.take_report()
+        return self.worker.take_report()
 
     def shutdown(self) -> None:
         if self._role is KVConnectorRole.WORKER:
-            self._worker.close()
+            self.worker.close()
         else:
             self._commands.close()
-            self._planner.close()
+            self.planner.close()

@@ -13,7 +13,7 @@ from kvboost.errors import ConfigError
 
 MODES = ("repaired", "exact", "off")
 """The modes: a request reuses moved text too, only its beginning, or nothing."""
-STRATEGIES = ("auto", "query", "selective", "none")
+STRATEGIES = ("auto", "query")
 """All but ``cacheblend``, for which forwards in vLLM have no hook."""
 COMMANDS = ("stats", "forget")
 CHUNK_SIZE = 512
@@ -35,7 +35,6 @@ _ENGINE_OPTIONS = (
     "cache_secret",
     "recompute_strategy",
     "recompute_ratio",
-    "recompute_overlap",
     "reuse_moved",
 )
 

@@ -140,7 +140,7 @@ class Planner:
         *,
         resumes: bool = False,
     ) -> None:
-        self._options = options
+        self.options = options
         self._page = page
         self._resumes = resumes
         self.chunk_size = size = options.engine.chunk_size
@@ -150,11 +150,11 @@ class Planner:
         """So many rows apart states are kept, at least."""
         self.state_rows = 0
         """So many rows take as much memory as the states that a load needs."""
-        self._index: Index | None = None
+        self.index: Index | None = None
         self._cost = CostModel(attention_share=1e-4)
-        self._moves = False
-        self._disk: DiskTier | None = None
-        self._remote: RemoteTier | None = None
+        self.moves = False
+        self.disk: DiskTier | None = None
+        self.remote: RemoteTier | None = None
         self._in_remote: RemoteLookup | None = None
         self._announced = announced
         self.num_changes = 0
@@ -163,18 +163,18 @@ class Planner:
     def open(self, workers: Sequence[Hello]) -> None:
         """The workers are ready: finds what is in the folder. What the first of them has, all
         have, or a load fails and is computed."""
-        config = self._options.engine_of(0, len(workers))
+        config = self.options.engine_of(0, len(workers))
         secret = Secret(config.cache_secret) if config.cache_secret else None
         self._naming = b"" if secret is None else secret.naming
         self._fingerprint = " ".join(worker.fingerprint for worker in workers)
-        self._moves = all(worker.moved_problem is None for worker in workers)
+        self.moves = all(worker.moved_problem is None for worker in workers)
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
         chunk_size, page = self.chunk_size, self._page
         self.state_rows = workers[0].state_rows
         # So that they take no more memory than rows do.
         self.state_every = max(chunk_size, -(-self.state_rows // page) * page)
-        index = self._index = Index(
+        index = self.index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),
             row_bytes=workers[0].row_bytes,
@@ -184,26 +184,26 @@ class Planner:
             resumes=self._resumes,
         )
         if config.disk_cache_dir is not None:
-            self._disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, secret=secret)
+            self.disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, secret=secret)
             self._refresh()
         if config.remote_cache_url is not None:
-            self._remote = open_remote(
+            self.remote = open_remote(
                 config.remote_cache_url, config.remote_cache_bytes, secret=secret
             )
             self._in_remote = RemoteLookup(
-                self._remote, index.naming, index, lambda info: index.add(info, "remote")
+                self.remote, index.naming, index, lambda info: index.add(info, "remote")
             )
 
     @property
     def is_open(self) -> bool:
-        return self._index is not None
+        return self.index is not None
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the tree for these weights and ``salt``."""
         return _root(self._fingerprint, salt, self._naming)
 
     def repair(self, asked: RequestOptions) -> RepairParams:
-        usual = self._options.engine.repair
+        usual = self.options.engine.repair
         return usual if asked.ratio == usual.ratio else replace(usual, ratio=asked.ratio)
 
     def may_know(
@@ -212,7 +212,7 @@ class Planner:
         """Whether a plan for a prompt whose first ``local`` rows vLLM has could find something to
         load. Where moved text would not pay, a glance at a few tokens tells: only chunks shorter
         than a window, one after another, are overlooked."""
-        index, total = self._index, len(token_ids)
+        index, total = self.index, len(token_ids)
         if index is None or asked.mode == "off" or total - 1 - local < LEAST_ROWS:
             return False
         if self._in_remote is not None or self._moved_before(local, total, asked):
@@ -225,7 +225,7 @@ class Planner:
     ) -> Load | None:
         """The plan to load a prompt whose first ``local`` rows vLLM has; None if it would not pay.
         The last row is always left to vLLM, which needs its logits."""
-        index = self._index
+        index = self.index
         if index is None or asked.mode == "off":
             return None
         self._refresh()
@@ -255,8 +255,8 @@ class Planner:
     def _lookup(self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0) -> KnownRows:
         """The stored rows of ``token_ids``. With a model with states, only those before the last
         stored states at the end of a page: another process may have had smaller pages."""
-        assert self._index is not None
-        known = self._index.lookup(root, token_ids, moved_before=moved_before)
+        assert self.index is not None
+        known = self.index.lookup(root, token_ids, moved_before=moved_before)
         if not self._resumes:
             return known
         ends = [hit.end for hit in known.exact if hit.chunk.has_state]
@@ -265,7 +265,7 @@ class Planner:
 
     def _moved_before(self, local: int, total: int, asked: RequestOptions) -> int:
         """Before which row moved text is looked for; 0 if it is not."""
-        moves = self._moves and asked.mode == "repaired"
+        moves = self.moves and asked.mode == "repaired"
         if not moves or not self._may_pay(local, total, self.repair(asked)):
             return 0
         return max(0, total - LIVE_TOKENS)
@@ -293,7 +293,7 @@ class Planner:
         of its exact rows; only those from ``first`` on are in its pages. Approximate rows stay in
         vLLM's pages alone: stored, they would push out the text that they were made from. Of a
         model with states, those after the last of ``token_ids`` are kept too."""
-        index = self._index
+        index = self.index
         if index is None or asked.mode == "off":
             return None, []
         root = self.root(salt)
@@ -315,28 +315,28 @@ class Planner:
 
     def num_stored(self, token_ids: TokenIds, salt: str) -> int:
         """How many of the first rows are stored."""
-        if self._index is None:
+        if self.index is None:
             return 0
         exact = self._lookup(self.root(salt), token_ids).exact
         return exact[-1].end if exact else 0
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:
         """Announces the blocks of ``token_ids``, named by ``hashes``, that are stored exactly."""
-        if self._index is not None and self._announced is not None:
-            known = self._index.lookup(self.root(salt), token_ids)
+        if self.index is not None and self._announced is not None:
+            known = self.index.lookup(self.root(salt), token_ids)
             self._announced.store(hashes, token_ids, known.exact)
 
     def take_announcements(self) -> list[Stored | Removed]:
         """The events of blocks that were stored or are gone since the last call."""
-        index = self._index
+        index = self.index
         if index is None or self._announced is None:
             return []
         return self._announced.take(lambda key: key in index)
 
     def gone(self, keys: Collection[ChunkKey]) -> None:
         """A worker does not have these any more."""
-        if self._index is not None and keys:
-            self._index.remove(keys)
+        if self.index is not None and keys:
+            self.index.remove(keys)
             self.num_changes += 1
 
     def learn(self, measured: Sequence[tuple[int, int, float]]) -> None:
@@ -348,16 +348,16 @@ class Planner:
     def forget(self) -> list[ChunkKey]:
         """Forgets everything; returns the keys, which workers must drop."""
         self.num_changes += 1
-        return [] if self._index is None else self._index.clear()
+        return [] if self.index is None else self.index.clear()
 
     def search(self, salt: str, texts: Sequence[TokenIds] | None) -> Callable[[], Found]:
         """A search for the chunks under ``salt`` that contain a piece of ``texts`` or follow such a
         chunk; without ``texts``, for all of them. It is for another thread: it looks at every chunk
         and lists the remote store."""
-        assert self._index is not None
+        assert self.index is not None
         self._refresh(now=True)
-        root, remote = self.root(salt), self._remote
-        here = self._index.infos(root)
+        root, remote = self.root(salt), self.remote
+        here = self.index.infos(root)
 
         def search() -> Found:
             listed = Listing() if remote is None else remote.list_chunks()
@@ -369,12 +369,12 @@ class Planner:
 
     def num_chunks(self, salt: str | None = None) -> int:
         """The number of chunks, or of those under ``salt``."""
-        if self._index is None:
+        if self.index is None:
             return 0
-        return len(self._index) if salt is None else len(self._index.infos(self.root(salt)))
+        return len(self.index) if salt is None else len(self.index.infos(self.root(salt)))
 
     def close(self) -> None:
-        for tier in (self._disk, self._remote):
+        for tier in (self.disk, self.remote):
             if tier is not None:
                 tier.close()
 
@@ -396,14 +396,14 @@ class Planner:
 
     def _refresh(self, *, now: bool = False) -> None:
         """Notices what processes have written to the folder or removed from it."""
-        if self._disk is None or self._index is None:
+        if self.disk is None or self.index is None:
             return
-        changes = self._disk.refresh(now=now)
+        changes = self.disk.refresh(now=now)
         self.num_changes += bool(changes.gone or changes.added)
-        self._index.remove([key for key in changes.gone if self._index.tier(key) == "disk"])
+        self.index.remove([key for key in changes.gone if self.index.tier(key) == "disk"])
         for info in changes.added:
-            if info.key not in self._index:
-                self._index.add(info, "disk")
+            if info.key not in self.index:
+                self.index.add(info, "disk")
 
 
 @lru_cache(maxsize=4096)

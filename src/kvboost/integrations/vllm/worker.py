@@ -85,34 +85,34 @@ class Worker:
     def __init__(
         self, config: VllmConfig, options: Options, declined: str | None, groups: Groups
     ) -> None:
-        self._config = config
+        self.config = config
         self._declined = declined
-        self._groups = groups
-        self._options = options
-        self._pages: Pages | None = None
-        self._states: StatePages | None = None
-        self._problem = "no KV cache was registered"
-        self._loading: dict[str, tuple[Load, Loading]] = {}
+        self.groups = groups
+        self.options = options
+        self.pages: Pages | None = None
+        self.states: StatePages | None = None
+        self.problem = "no KV cache was registered"
+        self.loading: dict[str, tuple[Load, Loading]] = {}
         self._fetching: dict[str, tuple[Load, Fetching]] = {}
-        self._held: dict[str, list[KVChunk]] = {}
+        self.held: dict[str, list[KVChunk]] = {}
         """Chunks of loads for which vLLM has no pages yet, by request."""
         self._failed_pages: set[int] = set()
-        self._report = Report()
+        self.report = Report()
         self._filled: list[tuple[int, int]] = []
         """What the tiers held when the scheduler was last told."""
         self._orders: dict[str, Future[Reply]] = {}
-        self._thread = ThreadPoolExecutor(1, "kvboost-data")
+        self.thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
         """Of our thread, on a GPU."""
-        self._is_near = True
+        self.is_near = True
         """Whether chunks in memory are in that of the pages, as a rule."""
-        self._ahead: dict[str, int] = {}
+        self.ahead: dict[str, int] = {}
         """Rows on a GPU that are not put into pages yet, by request."""
         self._passing: deque[tuple[torch.cuda.Event, list[KVChunk]]] = deque()
         """Chunks that a GPU may still be reading."""
-        self._rotation: Rotation | None = None
+        self.rotation: Rotation | None = None
         self._kernels: GpuKernels | None = None
-        self._repairer: Repairer | None = None
+        self.repairer: Repairer | None = None
 
     # At the start.
 
@@ -121,24 +121,24 @@ class Worker:
         try:
             if self._declined is not None:
                 raise UnsupportedModelError(self._declined)
-            layers = self._config.compilation_config.static_forward_context
+            layers = self.config.compilation_config.static_forward_context
             self._runner = find_runner()
-            self._states = self._find_states(layers)
+            self.states = self._find_states(layers)
             # Several groups are not in this order.
-            names = sorted(caches.keys() - self._groups.stateful, key=_layer_number)
+            names = sorted(caches.keys() - self.groups.stateful, key=_layer_number)
             shared = "kv_sharing_target_layer_name"
-            self._pages = Pages(
+            self.pages = Pages(
                 {name: caches[name] for name in names},
                 [layers[name] for name in names],
-                self._groups.layers({name: getattr(layers[name], shared, None) for name in names}),
+                self.groups.layers({name: getattr(layers[name], shared, None) for name in names}),
             )
-            if (page := self._groups.page) is not None:
-                check_sizes(page, self._pages)
+            if (page := self.groups.page) is not None:
+                check_sizes(page, self.pages)
         except (UnsupportedModelError, KeyError, AttributeError) as error:
-            self._pages, self._problem = None, str(error)
+            self.pages, self.problem = None, str(error)
 
     def _find_states(self, layers: Mapping[str, object]) -> StatePages | None:
-        stateful = self._groups.stateful
+        stateful = self.groups.stateful
         names = sorted(stateful, key=_layer_number)
         if not names:
             return None
@@ -146,38 +146,38 @@ class Worker:
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
-        self._ranks = Ranks(get_tp_group())
-        if self._ranks.least(self._pages is not None) == 0 or self._pages is None:
-            if self._pages is not None:
-                self._pages, self._problem = None, "another worker has a problem"
-            logger.warning("KVBoost reuses nothing: %s", self._problem)
+        self.ranks = Ranks(get_tp_group())
+        if self.ranks.least(self.pages is not None) == 0 or self.pages is None:
+            if self.pages is not None:
+                self.pages, self.problem = None, "another worker has a problem"
+            logger.warning("KVBoost reuses nothing: %s", self.problem)
             return Greeting(None)
-        pages, model, config = self._pages, self._runner.model, self._config.model_config
+        pages, model, config = self.pages, self._runner.model, self.config.model_config
         vocab, text, dtype = config.get_vocab_size(), config.hf_text_config, str(pages.dtype)
-        rank = self._config.parallel_config.rank
-        size = self._config.parallel_config.tensor_parallel_size
-        more = {} if self._states is None else {"states": str(self._states.shapes)}
+        rank = self.config.parallel_config.rank
+        size = self.config.parallel_config.tensor_parallel_size
+        more = {} if self.states is None else {"states": str(self.states.shapes)}
         weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size, **more)
-        state_rows = 0 if self._states is None else -(-self._states.nbytes // pages.row_bytes)
+        state_rows = 0 if self.states is None else -(-self.states.nbytes // pages.row_bytes)
         hello = Hello(weights, Path(config.model).name, pages.row_bytes, state_rows)
-        problem = why_not_moved(self._config, pages.layers, self._groups)
+        problem = why_not_moved(self.config, pages.layers, self.groups)
         try:
-            rotation = self._rotation = rope.rotation(model, pages.layers)
-            if self._groups.is_one:  # they take one table
+            rotation = self.rotation = rope.rotation(model, pages.layers)
+            if self.groups.is_one:  # they take one table
                 self._kernels = _gpu_kernels(pages, rotation)
             kernels = self._kernels
-            forward = self._forward = SparseForward(
-                self._runner, self._config, pages, kernels, graphs=problem is None
+            forward = self.forward = SparseForward(
+                self._runner, self.config, pages, kernels, graphs=problem is None
             )
-            self._repairer = Repairer(pages, forward, rotation, kernels, self._ranks)
-            if problem is None and self._options.self_check:
-                problem = check.find_problem(pages, forward, rotation, vocab, self._ranks)
+            self.repairer = Repairer(pages, forward, rotation, kernels, self.ranks)
+            if problem is None and self.options.self_check:
+                problem = check.find_problem(pages, forward, rotation, vocab, self.ranks)
         except UnsupportedModelError as error:
             problem = problem or str(error)
         if problem is None:
             most = MEASURED_ROWS if pages.on_gpu else MEASURED_ON_CPU
             rows = min(most, (pages.num_blocks - 1) * pages.size)
-            measured = check.measure(pages, self._forward, vocab, rows)
+            measured = check.measure(pages, self.forward, vocab, rows)
             hello = replace(hello, measured=tuple(measured))
         else:
             logger.warning("KVBoost reuses exact text only, moved text is off: %s", problem)
@@ -188,21 +188,21 @@ class Worker:
             streams = [torch.cuda.current_stream(), self._stream]
         locked = host_memory if pages.on_gpu else None
         tiers = open_tiers(
-            self._options.engine_of(rank, size), pages.device, locked, streams=streams
+            self.options.engine_of(rank, size), pages.device, locked, streams=streams
         )
         of_rows = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
         format: AnyFormat = of_rows
-        if self._states is not None:
-            format = MixedFormat((of_rows,), self._states.shapes)
-        self._data = ChunkData(tiers, format=format, state_every=state_rows or None)
-        self._is_near = tiers.gpu is not None or not pages.on_gpu
-        self._packer = Quantizer(16, self._rotation)
+        if self.states is not None:
+            format = MixedFormat((of_rows,), self.states.shapes)
+        self.data = ChunkData(tiers, format=format, state_every=state_rows or None)
+        self.is_near = tiers.gpu is not None or not pages.on_gpu
+        self.packer = Quantizer(16, self.rotation)
         return Greeting(hello)
 
     @property
-    def _open_pages(self) -> Pages:
-        assert self._pages is not None
-        return self._pages
+    def open_pages(self) -> Pages:
+        assert self.pages is not None
+        return self.pages
 
     # In every step.
 
@@ -210,90 +210,90 @@ class Worker:
         """Starts the loads of a step, and goes on with all of them: to the end if there is only one
         and no other request computes, else for ``slice_rows``. Called when vLLM has launched what
         it computes in this step. Returns requests whose rows have arrived, or will not."""
-        if not (step.has_work or self._loading or self._fetching or self._passing):
+        if not (step.has_work or self.loading or self._fetching or self._passing):
             return set()
-        under_way = {*self._loading, *(load.request_id for load in step.loads)}
+        under_way = {*self.loading, *(load.request_id for load in step.loads)}
         for request_id in step.cancelled:
-            self._loading.pop(request_id, None)
+            self.loading.pop(request_id, None)
             self._fetching.pop(request_id, None)
-            self._held.pop(request_id, None)
-            self._ahead.pop(request_id, None)
+            self.held.pop(request_id, None)
+            self.ahead.pop(request_id, None)
         while self._passing and self._passing[0][0].query():
             self._passing.popleft()
         if step.dropped:
-            self._thread.submit(self._data.drop, step.dropped)
-        if self._states is not None:  # after that: chunks with states replace those without
+            self.thread.submit(self.data.drop, step.dropped)
+        if self.states is not None:  # after that: chunks with states replace those without
             self.keep(step.keeps)
         for order in step.orders:
-            self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
+            self._orders[order.request_id] = self.thread.submit(order.obey, self.data)
         # New ones first: what others wait for, say a probe, is done meanwhile.
-        turns = [*(load.request_id for load in step.loads), *self._loading]
+        turns = [*(load.request_id for load in step.loads), *self.loading]
         for load in step.loads:
-            self._loading[load.request_id] = (load, self._serve(load))
-        if self._loading:
+            self.loading[load.request_id] = (load, self._serve(load))
+        if self.loading:
             with one_thread() if self._kernels is not None else nullcontext():
-                is_alone = len(self._loading) == 1 and not step.is_busy
-                budget = sys.maxsize if is_alone else self._options.slice_rows
+                is_alone = len(self.loading) == 1 and not step.is_busy
+                budget = sys.maxsize if is_alone else self.options.slice_rows
                 if is_alone or not (self._go_on(turns, budget, waits=False) or step.is_busy):
                     self._go_on(turns, budget, waits=True)
         self._fetching |= {load.request_id: (load, self._fetch(load)) for load in step.fetches}
         for load, fetching in list(self._fetching.values()):
             self._go_on_fetching(load, fetching)
-        return under_way - self._loading.keys()
+        return under_way - self.loading.keys()
 
     def _go_on_fetching(self, load: Load, fetching: Fetching) -> None:
         request_id = load.request_id
         try:
             next(fetching)
         except StopIteration as end:
-            self._held[request_id] = end.value
-            self._report.fetched.add(load.name)
+            self.held[request_id] = end.value
+            self.report.fetched.add(load.name)
         except Lost:
-            self._report.failed.add(load.name)
+            self.report.failed.add(load.name)
         else:
             return
         del self._fetching[request_id]
 
     def _go_on(self, turns: Iterable[str], budget: int, *, waits: bool) -> bool:
         """Whether a load has ended."""
-        before = len(self._loading)
+        before = len(self.loading)
         for request_id in turns:
             if budget <= 0:
                 break
-            if request_id not in self._loading:
+            if request_id not in self.loading:
                 continue
-            rows, has_ended = self._advance(*self._loading[request_id], budget, waits)
+            rows, has_ended = self._advance(*self.loading[request_id], budget, waits)
             budget -= rows
             if has_ended:
-                del self._loading[request_id]
-        return len(self._loading) < before
+                del self.loading[request_id]
+        return len(self.loading) < before
 
     def take_failed_pages(self) -> set[int]:
         failed, self._failed_pages = self._failed_pages, set()
         return failed
 
     def take_report(self) -> Report | None:
-        report = self._report
-        if (repairer := self._repairer) is not None:
+        report = self.report
+        if (repairer := self.repairer) is not None:
             report.recomputed, repairer.recomputed = repairer.recomputed, {}
             report.measured, repairer.measured = repairer.measured, []
-        if self._pages is not None:
-            report.gone.update(self._data.take_gone())
-            if (filled := self._data.filled()) != self._filled:
+        if self.pages is not None:
+            report.gone.update(self.data.take_gone())
+            if (filled := self.data.filled()) != self._filled:
                 self._filled = filled
-                report.tiers = {self._config.parallel_config.rank: self._data.stats()}
+                report.tiers = {self.config.parallel_config.rank: self.data.stats()}
             for request_id in [one for one, reply in self._orders.items() if reply.done()]:
                 report.replies[request_id] = [self._orders.pop(request_id).result()]
         if not any(vars(report).values()):
             return None
-        self._report = Report()
+        self.report = Report()
         return report
 
     def close(self) -> None:
-        if self._pages is not None and hasattr(self, "_data"):
-            self._thread.shutdown()
-            self._data.close()
-            self._pages = None
+        if self.pages is not None and hasattr(self, "data"):
+            self.thread.shutdown()
+            self.data.close()
+            self.pages = None
 
     # Loading.
 
@@ -314,54 +314,54 @@ class Worker:
         except StopIteration:
             return rows, True
         except Lost:
-            self._failed_pages.update(load.tables[0][load.first // self._open_pages.size :])
-            self._report.failed.add(load.name)
+            self._failed_pages.update(load.tables[0][load.first // self.open_pages.size :])
+            self.report.failed.add(load.name)
             return rows, True
 
     def _serve(self, load: Load) -> Loading:
         """Fetch, place, and for moved text choose and repair."""
-        chunks = self._held.pop(load.request_id, None)
+        chunks = self.held.pop(load.request_id, None)
         if chunks is None:
             chunks = yield from self._fetch(load)
         tables = [
-            to_device([*table, SCRATCH_PAGE], torch.int64, self._open_pages.device)
+            to_device([*table, SCRATCH_PAGE], torch.int64, self.open_pages.device)
             for table in load.tables
         ]
-        place(load, chunks, tables, self._open_pages, self._packer, self._kernels)
-        if self._states is not None:
-            page = load.end // self._open_pages.size - 1
-            self._states.write(states_of(chunks[-1].data), load.tables, page)
-        self._ahead.pop(load.request_id, None)
-        if self._open_pages.on_gpu:
+        place(load, chunks, tables, self.open_pages, self.packer, self._kernels)
+        if self.states is not None:
+            page = load.end // self.open_pages.size - 1
+            self.states.write(states_of(chunks[-1].data), load.tables, page)
+        self.ahead.pop(load.request_id, None)
+        if self.open_pages.on_gpu:
             self._passing.append((torch.cuda.current_stream().record_event(), chunks))
         if load.plan.moved:
-            assert self._repairer is not None
-            yield from self._repairer.repair(load, tables[0], self._options.slice_rows)
+            assert self.repairer is not None
+            yield from self.repairer.repair(load, tables[0], self.options.slice_rows)
 
     def _fetch(self, load: Load) -> Fetching:
         """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
         the same step: the forwards that follow run in all of them together."""
         infos = load.infos
         coming: Future[Brought] = Future()
-        if self._is_near and (here := self._data.at_hand(infos)) is not None:
+        if self.is_near and (here := self.data.at_hand(infos)) is not None:
             # Our thread may have brought some of them for another load, and may be at it still.
             brought = None if self._stream is None else self._stream.record_event()
             coming.set_result((here, brought))
         else:
             rows = sum(info.num_tokens for info in infos)
-            if is_ahead := rows + sum(self._ahead.values()) <= AHEAD_ROWS:
-                self._ahead[load.request_id] = rows
-            coming = self._thread.submit(self._bring, infos, is_ahead)
-        while self._ranks.least(coming.done()) == 0:
+            if is_ahead := rows + sum(self.ahead.values()) <= AHEAD_ROWS:
+                self.ahead[load.request_id] = rows
+            coming = self.thread.submit(self._bring, infos, is_ahead)
+        while self.ranks.least(coming.done()) == 0:
             yield WAITS
         chunks, arrived = coming.result()
-        if self._states is not None and chunks is not None and not states_of(chunks[-1].data):
+        if self.states is not None and chunks is not None and not states_of(chunks[-1].data):
             # Another process has stored it without them.
-            self._thread.submit(self._data.drop, [chunks[-1].key])
-            self._report.gone.add(chunks[-1].key)
+            self.thread.submit(self.data.drop, [chunks[-1].key])
+            self.report.gone.add(chunks[-1].key)
             chunks = None
-        if self._ranks.least(chunks is not None) == 0 or chunks is None:
-            self._ahead.pop(load.request_id, None)
+        if self.ranks.least(chunks is not None) == 0 or chunks is None:
+            self.ahead.pop(load.request_id, None)
             raise Lost(load.request_id)
         if arrived is not None:
             arrived.wait()
@@ -370,9 +370,9 @@ class Worker:
     def _bring(self, infos: Sequence[ChunkInfo], is_ahead: bool) -> Brought:
         """The chunks, from slow tiers or on their way to a GPU, with the event that ends the copy.
         Runs in our thread."""
-        device = self._open_pages.device
+        device = self.open_pages.device
         with torch.cuda.stream(self._stream):
-            chunks = self._data.fetch(infos)
+            chunks = self.data.fetch(infos)
             if chunks is None:
                 return None, None
             for number, one in enumerate(chunks[:-1]):
@@ -400,14 +400,14 @@ class Worker:
         try:
             taken = self._take(keeps)
         except torch.OutOfMemoryError:
-            self._report.gone.update(info.key for keep in keeps for info in keep.infos)
+            self.report.gone.update(info.key for keep in keeps for info in keep.infos)
             return
-        on_gpu = self._open_pages.on_gpu
+        on_gpu = self.open_pages.on_gpu
         ready = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._thread.submit(self._put, taken, ready)
+        self.thread.submit(self._put, taken, ready)
 
     def _take(self, keeps: Sequence[Keep]) -> list[Taken]:
-        pages = self._open_pages
+        pages = self.open_pages
         if self._kernels is not None:
             return take_together(self._kernels, keeps)
         return [
@@ -421,9 +421,9 @@ class Worker:
         ]
 
     def _states_after(self, keep: Keep, info: ChunkInfo) -> list[torch.Tensor]:
-        if self._states is None or not info.has_state:
+        if self.states is None or not info.has_state:
             return []
-        return self._states.read(keep.tables, info.end // self._open_pages.size - 1)
+        return self.states.read(keep.tables, info.end // self.open_pages.size - 1)
 
     def _rows_of(
         self, pages_then: torch.Tensor, keep: Keep, infos: Sequence[ChunkInfo]
@@ -431,7 +431,7 @@ class Worker:
         """The rows of chunks whose pages were copied to ``pages_then``, in the order of chunks.
         Runs in our thread. Raises ``Lost`` if rows that were not in pages are not stored any
         more."""
-        pages = self._open_pages
+        pages = self.open_pages
         start = pages_of(infos, pages.size, keep.first).start * pages.size
         found = []
         for info in infos:
@@ -445,11 +445,11 @@ class Worker:
     def _stored(self, keep: Keep, start: int, end: int) -> torch.Tensor:
         """Rows ``[start, end)`` of a request, from its stored chunks."""
         hits = [hit.clip(start, end) for hit in keep.earlier if hit.start < end and hit.end > start]
-        chunks = self._data.fetch([hit.chunk for hit in hits])
+        chunks = self.data.fetch([hit.chunk for hit in hits])
         if chunks is None:
             raise Lost(hits[0].chunk.key)
         stored = [(hit, chunk.data) for hit, chunk in zip(hits, chunks, strict=True)]
-        return rows_of(stored, self._open_pages, self._packer)
+        return rows_of(stored, self.open_pages, self.packer)
 
     def _put(self, taken: list[Taken], ready: torch.cuda.Event | None) -> None:
         """Runs in our thread. Empties ``taken``, so that rows are freed one after the other."""
@@ -462,11 +462,11 @@ class Worker:
                     chunks = chunks_of(infos, rows_of(), states)
                     if self._stream is not None:
                         self._stream.synchronize()  # from now on another stream may read them
-                    self._data.put(chunks)
+                    self.data.put(chunks)
                 except (Lost, MemoryError, RuntimeError) as error:  # of memory on a GPU, too
                     if not isinstance(error, Lost):
                         logger.warning("KVBoost keeps less of a request: %s", error)
-                    self._data.refuse([info.key for info in infos])
+                    self.data.refuse([info.key for info in infos])
 
 
 def _layer_number(name: str) -> tuple[list[int], str]:

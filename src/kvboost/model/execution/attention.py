@@ -8,7 +8,7 @@ here, so it also holds when a segment's positions have gaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,8 @@ OWN = "kvboost_attention"
 
 
 class StopForward(Exception):
-    """Ends a forward: no segment needs the layers above."""
+    """Ends a forward: no segment needs the layers above. A hook may raise it to say so of its
+    own."""
 
 
 @dataclass
@@ -67,9 +68,13 @@ class Batch:
     """Ours, if they serve this model on this machine; otherwise torch's run."""
     between_parts: Callable[[], None] | None = None
     """Called before each layer's attention, and where torch attends also after it."""
+    _ended: set[int] = field(default_factory=set, init=False)
+    """The segments that need no further layer, and whose hooks see none."""
     is_fused = False
     """Whether layers of ours may run it over pages: nothing has to happen between the parts of a
     layer, and no result has to equal that of the model's own layers to the last bit."""
+
+    _parts: dict[tuple[int, ...], Batch] = field(default_factory=dict, repr=False)
 
     @cached_property
     def has_hooks(self) -> bool:
@@ -87,6 +92,16 @@ class Batch:
         positions = torch.cat([segment.position_ids(device) for segment in self.segments])
         return positions - torch.arange(len(positions), device=device)
 
+    def part(self, indices: Sequence[int]) -> Batch:
+        """A batch of some of its segments, the same one in every layer."""
+        key = tuple(indices)
+        if key not in self._parts:
+            self._parts[key] = self._of([self.segments[index] for index in key])
+        return self._parts[key]
+
+    def _of(self, segments: Sequence[Segment]) -> Batch:
+        return Batch(segments, self.kernels, self.between_parts)
+
     def pause(self) -> None:
         """Lets others run between two parts of the forward."""
         if self.between_parts is not None:
@@ -95,25 +110,43 @@ class Batch:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV. Hooks see them
         first."""
-        if self.kernels is None or self.has_hooks:
-            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
-            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
-                if segment.hook is not None:
-                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
-                if self.kernels is None:
-                    segment.kv.write(layer, segment.positions, k, v)
+        self.show_fresh(layer, keys, values)
         if self.kernels is not None:
             self.kernels.write(self.plan, layer, keys, values)
+            return
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
+            segment.kv.write(layer, segment.positions, k, v)
 
-    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
-        """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
+    def show_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Shows fresh rows to the hooks, each those of its segment."""
         if not self.has_hooks:
             return
-        for segment, q in zip(self.segments, split(query, self.segments), strict=True):
-            if segment.hook is not None:
-                segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+        split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+        for index, segment in enumerate(self.segments):
+            if segment.hook is not None and index not in self._ended:
+                fresh = rows_first(split_keys[index]), rows_first(split_values[index])
+                segment.hook.on_fresh(layer, *fresh)
+
+    def show(self, layer: int, query: torch.Tensor, rules: Rules) -> None:
+        """Shows ``[1, heads, total, dim]`` to the hooks, each the rows of its segment. Raises
+        StopForward once no segment needs the layers above."""
+        if not self.has_hooks:
+            return
+        for index, (segment, q) in enumerate(
+            zip(self.segments, split(query, self.segments), strict=True)
+        ):
+            if index in self._ended:
+                continue
+            try:
+                if segment.hook is not None:
+                    segment.hook.on_query(layer, rows_first(q), segment.narrow(rules))
+            except StopForward:  # it has seen enough; others may not have
+                self._ended.add(index)
             if segment.until == layer:
-                raise StopForward
+                self._ended.add(index)
+        if len(self._ended) == len(self.segments):
+            raise StopForward
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
@@ -224,9 +257,10 @@ def attend_segment(
     """Attention of one segment, by the fastest of torch's kernels that knows its mask; with sinks,
     by those that also tell the log-sum-exp. ``read`` gives the rows of its KV. ``key`` and
     ``value`` are the fresh rows, which are used if they are all there are."""
-    scale, window, softcap, sinks = rules
+    scale, window, softcap, sinks, _ = rules
     rows, shape = len(segment), segment.kv.shape.of(0)
     traits = shape.traits
+    # GPUs have no kernels for so wide rows, and torch would copy them for each query head.
     is_wide = shape.sides == 1 and query.shape[3] > traits.most_dim
     is_written_out = sinks is not None or is_wide
     is_masked = not segment.is_plain or window is not None or softcap is not None
@@ -262,7 +296,7 @@ def _attend_padded(query: torch.Tensor, segment: Segment, read: Read, scale: flo
 
 def _attend_blocks(query: torch.Tensor, segment: Segment, read: Read, rules: Rules) -> torch.Tensor:
     """A segment with an explicit mask, block by block."""
-    scale, window, softcap, sinks = rules
+    scale, window, softcap, sinks, _ = rules
     outputs = []
     for block in segment.blocks(window, query):
         keys, values = read(block.first_key, block.end_key)

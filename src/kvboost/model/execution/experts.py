@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,11 @@ from transformers.integrations import moe
 
 from kvboost.model import triton
 from kvboost.model.execution.fast_layers import is_silu
+from kvboost.model.quantized.experts import DTYPES as PACKED_DTYPES
+from kvboost.model.quantized.experts import PRODUCTS, PackedExperts
+
+if TYPE_CHECKING:
+    from kvboost.model.triton.experts import ExpertWeights
 
 NAME = "kvboost"
 OWN = "_kvboost_own_experts"
@@ -26,17 +31,19 @@ class Experts:
 
     def __init__(self, model: Any) -> None:
         parts = [part for part in model.modules() if hasattr(part, "is_transposed")]
-        self.are_known = bool(parts) and all(map(_is_plain, parts))
+        self.are_known = bool(parts) and all(map(_are_known, parts))
+        self.are_packed = any(isinstance(part, PackedExperts) for part in parts)
         # The first of those that share a configuration.
         self._parts = list({id(part.config): part for part in reversed(parts)}.values())
 
     @classmethod
-    def of(cls, model: Any) -> Experts | None:
-        """None if the model has none that our kernels know, or is not where they run."""
+    def of(cls, model: Any, *, streams: bool = False) -> Experts | None:
+        """None if the model has none that our kernels know, or is not where they run. If it
+        ``streams`` its layers, plain experts are left to transformers."""
         if not triton.serves(model.device):
             return None
         experts = cls(model)
-        if not experts.are_known:
+        if not experts.are_known or (streams and not experts.are_packed):
             return None
         moe.ALL_EXPERTS_FUNCTIONS.register(NAME, mixed)
         return experts
@@ -54,7 +61,10 @@ class Experts:
 
     @contextmanager
     def as_stock(self) -> Iterator[None]:
-        """Makes stock transformers' calls meanwhile."""
+        """Makes stock transformers' calls meanwhile. It has none for packed weights."""
+        if self.are_packed:
+            yield
+            return
         self.release()
         try:
             yield
@@ -70,32 +80,45 @@ def mixed(
     gate = _gate_of(module)
     if gate is None or not _is_known(module, rows):
         return moe.grouped_mm_experts_forward(module, rows, chosen, shares)
-    from kvboost.model.triton.experts import Weights, mix
+    from kvboost.model.triton.experts import mix
 
-    up, down = (
-        Weights(
-            weight.transpose(1, 2) if module.is_transposed else weight,
-            getattr(module, f"{name}_bias") if module.has_bias else None,
-        )
-        for name, weight in (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
-    )
+    up, down = (_weights_of(module, name) for name in PRODUCTS)
     return mix(rows, chosen, shares, up, down, gate).to(rows.dtype)
+
+
+def _weights_of(module: Any, name: str) -> ExpertWeights:
+    from kvboost.model.triton.experts import Weights
+    from kvboost.model.triton.mxfp4 import PackedWeights
+
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if isinstance(module, PackedExperts):
+        packed = module.packed(name)
+        return PackedWeights(packed.codes, packed.scales, packed.depth, bias)
+    weight = getattr(module, name)
+    return Weights(weight.transpose(1, 2) if module.is_transposed else weight, bias)
 
 
 def _is_known(module: Any, rows: torch.Tensor) -> bool:
     """Our kernels compute no gradients."""
-    plain = _is_plain(module) and not torch.is_grad_enabled()
-    return plain and module.gate_up_proj.dtype == module.down_proj.dtype == rows.dtype
+    if torch.is_grad_enabled() or not _are_known(module):
+        return False
+    if isinstance(module, PackedExperts):
+        return rows.dtype in PACKED_DTYPES
+    return bool(module.gate_up_proj.dtype == module.down_proj.dtype == rows.dtype)
 
 
-def _is_plain(module: Any) -> bool:
-    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+def _are_known(module: Any) -> bool:
     return (
         module.has_gate
         and not getattr(module, "has_post_expert_norm", False)
         and not getattr(module, "_is_expert_parallel", False)
-        and all(type(each) is nn.Parameter and each.dtype in DTYPES for each in weights)
+        and (isinstance(module, PackedExperts) or _are_plain(module))
     )
+
+
+def _are_plain(module: Any) -> bool:
+    weights = (getattr(module, name, None) for name in PRODUCTS)
+    return all(type(each) is nn.Parameter and each.dtype in DTYPES for each in weights)
 
 
 def _gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -111,7 +111,7 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._latents = latent_layers(model) if latent else []
-        self._experts = None if streams else Experts.of(model)
+        self._experts = Experts.of(model, streams=streams)
         self.release()  # another engine may have bound it
         key_scales.fold(model)
         self.observed = observe(model, probed_positions, latent=latent)
@@ -172,9 +172,14 @@ class Forward:
         return bool(self._latents)
 
     @property
+    def fits_pages(self) -> bool:
+        """Whether kernels over pages take a row of its KV."""
+        return all(latent.fits_pages for latent in self._latents)
+
+    @property
     def is_uniform(self) -> bool:
-        """Whether all layers have KV of their own and of one shape, keys and values."""
-        alike = len(self.shape.groups) == 1 and self.shape.groups[0].sides == 2
+        """Whether all layers have KV of their own and of one shape."""
+        alike = len(self.shape.groups) == 1
         all_layers = range(self.model.config.get_text_config().num_hidden_layers)
         return alike and list(self.layers) == list(all_layers)
 
@@ -182,7 +187,6 @@ class Forward:
     def uniform_shape(self) -> KVShape:
         """The shape of all layers, for what serves only models in which they are alike."""
         (shape,) = self.shape.groups
-        assert shape.sides == 2
         return shape
 
     @property
@@ -208,6 +212,7 @@ class Forward:
             self._own_attention = self.model.config._attn_implementation
             key_scales.fold(self.model)
             self._set_attention(attention.NAME)
+        if self._latents and not self._latents[0].is_bound:  # or those of another engine are
             for latent in self._latents:
                 latent.bind()
 
@@ -249,29 +254,29 @@ class Forward:
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
-        every segment into its KV, which must be large enough. A segment that ends in a layer
-        (``until``) must be alone; it has no logits."""
+        every segment into its KV, which must be large enough. Ends after the last layer that a
+        segment needs: those above must not matter to the segments that end before (``until``)."""
         with self.lock, torch.inference_mode():
             self.bind()
             if not self.packed:
                 return torch.cat([self._run_unpacked(each) for each in segments])
-            try:
-                if self._must_run_apart(segments):
-                    return torch.cat([self._run_packed([each]) for each in segments])
-                return self._run_packed(segments)
-            except attention.StopForward:
-                return torch.empty(0)
+            if self._must_run_apart(segments):
+                return torch.cat([self._run_packed([each]) for each in segments])
+            return self._run_packed(segments)
 
     def run(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        """The logits of each segment, ``[num_logits, vocab]``. Those that observe have forwards of
-        their own, and the others are packed into one."""
-        results = {index: self([each]) for index, each in enumerate(segments) if each.observes}
-        others = [index for index in range(len(segments)) if index not in results]
-        if others:
-            others.sort(key=lambda index: _digest(segments[index]))
-            packed = [segments[index] for index in others]
+        """The logits of each segment, ``[num_logits, vocab]``. All are packed into one forward, but
+        for those that must end in a layer: such as end in the same one share another."""
+        together: dict[int | None, list[int]] = {}
+        for index, segment in enumerate(segments):
+            end = None if segment.may_go_on else segment.until
+            together.setdefault(end, []).append(index)
+        results: dict[int, torch.Tensor] = {}
+        for indices in together.values():
+            indices.sort(key=lambda index: _digest(segments[index]))
+            packed = [segments[index] for index in indices]
             parts = torch.split(self(packed), [segment.num_logits for segment in packed])
-            results.update(zip(others, parts, strict=True))
+            results.update(zip(indices, parts, strict=True))
         return [results[index] for index in range(len(segments))]
 
     def run_one(self, segment: Segment) -> torch.Tensor:
@@ -338,6 +343,12 @@ class Forward:
         return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        try:
+            return self._run_batch(segments)
+        except attention.StopForward:
+            return torch.empty(0, self.num_logits, device=self.shape.device)
+
+    def _run_batch(self, segments: Sequence[Segment]) -> torch.Tensor:
         if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 

@@ -13,7 +13,6 @@ one row, ``[rotated part | latent]``. Attention has two forms with the same resu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,9 @@ EXPANSION = "kv_b_proj"
 """The linear layer that does it."""
 MOST_EXPANDED = 1 << 27
 """Numbers of expanded keys and values that are held at once: heads are expanded in groups."""
+MOST_PAGED = 512
+"""The widest latents of our kernels over pages."""
+TOO_WIDE = "its latents are too wide, or too much of them rotates"
 _PLAIN = (nn.Linear, FrozenLinear, PackedLinear)
 """Layers whose ``weight`` is what they multiply with."""
 
@@ -43,6 +45,12 @@ def join(latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
     """The rows to store, given both parts as transformers' modules give them to a cache. The
     rotated channels are the first, as in the keys of other models."""
     return torch.cat([rotated, latents], -1)
+
+
+def fits_pages(rotated: int, latent: int) -> bool:
+    """Whether kernels over pages take rows of these parts: they expect what rotates in the first
+    half of a row."""
+    return rotated <= latent <= MOST_PAGED
 
 
 def latent_layers(model: nn.Module) -> list[LatentAttention]:
@@ -84,6 +92,7 @@ class LatentAttention:
         self._plain: int = module.qk_nope_head_dim
         self._rotated: int = module.qk_rope_head_dim
         self._latent: int = module.kv_lora_rank
+        self.fits_pages = fits_pages(self._rotated, self._latent)
         self._value: int = module.v_head_dim
         self._width = max(self._plain + self._rotated, self._value)
         """Of expanded keys and values: kernels want both alike."""
@@ -91,6 +100,10 @@ class LatentAttention:
         """A copy, where the layer has no plain weight."""
         if getattr(module.kv_b_proj, "bias", None) is not None:
             raise UnsupportedModelError(f"{self.expansion} has a bias, which no known model has")
+
+    @property
+    def is_bound(self) -> bool:
+        return vars(self._module).get(OWN) is self
 
     def bind(self) -> None:
         """Makes the module give us stored rows."""
@@ -109,12 +122,15 @@ class LatentAttention:
         """Attention of ``query``, ``[1, heads, total, plain + rotated]``, to stored rows; returns
         ``[1, total, heads, value]``. ``rows``, ``[1, 1, total, dim]``, are the fresh ones, which
         have been written. Hooks see absorbed queries."""
-        segments = batch.segments
-        if batch.has_hooks:
-            batch.show(layer, self._absorb(query, segments), Rules(scale))
+        segments, rules = batch.segments, Rules(scale, rotated=self._rotated)
+        # A batch of recorded rows knows no segments: how many keys it has differs.
         expanded = [self.expands(len(segment), segment.end) for segment in segments]
         if not any(expanded):
-            return self._attend_absorbed(batch, layer, query, rows, scale)
+            absorbed = self._absorb(query, segments)
+            batch.show(layer, absorbed, rules)
+            return self._attend_absorbed(batch, layer, absorbed, rows, rules)
+        if batch.has_hooks:
+            batch.show(layer, self._absorb(query, segments), rules)
         queries, fresh = split(query, segments), split(rows, segments)
         outputs: list[torch.Tensor | None] = [None] * len(segments)
         for index, (segment, own) in enumerate(zip(segments, queries, strict=True)):
@@ -122,11 +138,12 @@ class LatentAttention:
                 outputs[index] = self._attend_expanded(segment, layer, own, scale)
         others = [index for index in range(len(segments)) if not expanded[index]]
         if others:
-            some = replace(batch, segments=[segments[index] for index in others])
+            some = batch.part(others)
             asked, written = (
                 torch.cat([parts[index] for index in others], 2) for parts in (queries, fresh)
             )
-            out = self._attend_absorbed(some, layer, asked, written, scale)
+            absorbed = self._absorb(asked, some.segments)
+            out = self._attend_absorbed(some, layer, absorbed, written, rules)
             parts = out.split([len(segment) for segment in some.segments], 1)
             for index, part in zip(others, parts, strict=True):
                 outputs[index] = part
@@ -141,10 +158,10 @@ class LatentAttention:
         return saved >= (num_keys - num_rows) * row
 
     def _attend_absorbed(
-        self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
+        self, batch: Batch, layer: int, absorbed: torch.Tensor, rows: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        absorbed = self._absorb(query, batch.segments)
-        out = batch.attend(layer, absorbed, rows, rows, Rules(scale))
+        """Attention of queries of stored rows, as :meth:`attend` returns it."""
+        out = batch.attend(layer, absorbed, rows, rows, rules)
         latents = out[0, :, :, self._rotated :].transpose(0, 1)
         values = torch.matmul(latents, self._weights()[:, self._plain :].mT)
         for some, delta in self._deltas(batch.segments):
@@ -166,6 +183,9 @@ class LatentAttention:
     ) -> torch.Tensor:
         """The attention of one segment, ``[1, rows, heads, value]``."""
         rows, _ = segment.kv.layer(layer, 0, segment.end)
+        if segment.absent is not None:  # pages may hold anything there, even NaN
+            absent = segment.absent[: segment.end].to(rows.device)
+            rows = rows.masked_fill(absent[:, None], 0)
         more = round_up(segment.end, segment.kv.shape.grid) - segment.end
         rows = pad(rows, (0, 0, 0, more)) if more else rows
         together = max(1, MOST_EXPANDED // (rows.shape[2] * 2 * self._width))

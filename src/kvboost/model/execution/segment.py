@@ -34,12 +34,14 @@ def is_beyond(window: int, keys: torch.Tensor, queries: torch.Tensor) -> torch.T
 class Rules(NamedTuple):
     """The rules of a layer's attention. A row sees the last ``window`` keys up to its own. Scores
     pass through ``softcap * tanh(x / softcap)``. ``sinks``, ``[heads]``, are one more score of each
-    head, whose value is zero."""
+    head, whose value is zero. ``rotated``: rows are both keys and values (latents), and their first
+    channels, so many, are no part of a value: those of a result mean nothing."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    rotated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,17 @@ class Segment:
     ``absent``: ``[end]``, on the host, true for rows that no query may attend to.
     The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
+    If it ``may_go_on``, other segments of its forward may need more layers: what those write into
+    its rows is written again before it is read.
     ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
     in bfloat16 only if it begins at position 0. ``sampler``: the result is to be the next token,
     picked on the device, not logits; with several rows, the tokens after each of the last
     ``num_logits``. ``decodes``: these rows continue an answer. ``ahead``: the row after this one
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
-    before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
-    its hook sees, in a forward of its own. ``images``: which rows are those of images. ``places``,
-    ``[3, rows]`` on the host: what the rows are rotated by in time, height and width, if that is
-    not their positions (M-RoPE).
+    before it; ``beside_ahead``: those beside the row after this one. ``images``: which rows are
+    those of images. ``places``, ``[3, rows]`` on the host: what the rows are rotated by in time,
+    height and width, if that is not their positions (M-RoPE).
     """
 
     kv: RequestKV
@@ -112,13 +115,13 @@ class Segment:
     hook: Hook | None = None
     absent: torch.Tensor | None = None
     until: int | None = None
+    may_go_on: bool = False
     as_stock: bool = False
     sampler: RowSampler | None = None
     decodes: bool = False
     ahead: bool = False
     beside: Segment | None = None
     beside_ahead: Segment | None = None
-    observes: bool = False
     images: ImageRows | None = None
     places: torch.Tensor | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)

@@ -15,13 +15,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from kvboost.errors import ModelError
+from kvboost.model.execution.latent import TOO_WIDE, fits_pages
 from kvboost.model.loading.compat import ARCHITECTURES, NEW, Architecture
 from kvboost.model.loading.experts import num_experts
 from kvboost.model.loading.key_scales import FAMILIES as SCALED
 from kvboost.model.loading.parallel import UNLIKE
 from kvboost.model.loading.unsupported import WHY_NOT
 from kvboost.model.quantized.gguf_weights import ARCHITECTURES as IN_GGUF
-from kvboost.model.quantized.safetensors import METHODS, RENAMED
+from kvboost.model.quantized.safetensors import IN_MXFP4, METHODS, MXFP4, RENAMED
 from kvboost.model.vision.families import FAMILIES as SEEING
 
 SOME_WITHOUT_POSITIONS = (
@@ -111,8 +112,8 @@ def _why_buffers(architecture: Architecture, text: Any) -> str | None:
     """Why KV is not in pages; None if it is."""
     if not architecture.packed:
         return "it keeps its own attention"
-    if architecture.latent:
-        return "it keeps latents"
+    if architecture.latent and not fits_pages(text.qk_rope_head_dim, text.kv_lora_rank):
+        return TOO_WIDE
     if text.model_type in UNLIKE:
         return "the KV of its layers differs"
     if getattr(text, "attention_chunk_size", None):
@@ -123,6 +124,8 @@ def _why_buffers(architecture: Architecture, text: Any) -> str | None:
 def _packed(name: str, architecture: Architecture, text: Any) -> str:
     if architecture.states:
         return "no: its layers keep states"
+    if name in IN_MXFP4:
+        return f"{MXFP4}: its experts, on NVIDIA GPUs"
     if num_experts(text):
         return "no: it has experts"
     sources = ["GGUF"] if name.removesuffix("_text") in IN_GGUF else []

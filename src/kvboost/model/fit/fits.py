@@ -79,14 +79,19 @@ def fits(header: ModelHeader, machine: Machine) -> list[Fit]:
     """The ways to run a model, the GPU's first."""
     forms = ["plain", *(["packed"] if header.is_quantized else [])]
     found = [_on_gpu(header, machine, form) for form in forms if machine.gpu is not None]
-    return found + [_on_cpu(header, machine, form) for form in forms]
+    on_cpu = forms if header.packs_on_cpu else ["plain"]
+    return found + [_on_cpu(header, machine, form) for form in on_cpu]
 
 
 def _size(tensors: Sequence[StoredTensor], form: str, dtype: torch.dtype) -> int:
     """The bytes that tensors take in memory."""
     if form == "packed":
-        return int(sum(tensor.num_bytes for tensor in tensors) * PACKED_BITS)
+        return int(sum(_packed_bytes(tensor) for tensor in tensors))
     return sum(tensor.numbers for tensor in tensors) * dtype.itemsize
+
+
+def _packed_bytes(tensor: StoredTensor) -> float:
+    return tensor.num_bytes * PACKED_BITS if tensor.packed_bytes is None else tensor.packed_bytes
 
 
 def _form_name(form: str, dtype: torch.dtype) -> str:

@@ -20,6 +20,8 @@ from kvboost.model.loading import weights
 from kvboost.model.loading.compat import ARCHITECTURES
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.unsupported import WHY_NOT
+from kvboost.model.quantized.mxfp4 import BLOCK, GROUP
+from kvboost.model.quantized.safetensors import MXFP4
 from kvboost.model.quantized.source import method_in
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
@@ -45,6 +47,9 @@ class StoredTensor:
     """Its type, as the file names it."""
     numbers: int
     num_bytes: int
+    packed_bytes: int | None = None
+    """What it takes in memory if the model's weights stay packed; None if that depends on the
+    kernels."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class ModelHeader:
     context: int | None
     is_quantized: bool
     """Whether its weights can stay packed."""
+    packs_on_cpu: bool = True
+    """Whether CPUs have kernels for packed ones."""
     to_download: int = 0
     """Bytes that are not on this machine yet."""
     model_type: str | None = None
@@ -240,7 +247,7 @@ def _from_config(
     name: str, config: Mapping[str, Any], tensors: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> ModelHeader:
     """``config`` is the content of a config.json."""
-    method = config.get("quantization_config")
+    method, has_mxfp4 = config.get("quantization_config"), method_in(config) == MXFP4
     bits = int((method or {}).get("bits", 4))
     stored = []
     for tensor, said in tensors:
@@ -248,7 +255,8 @@ def _from_config(
         numbers = math.prod(said["shape"])
         if method is not None and said["dtype"] in _CODES and tensor.endswith(_CODED):
             numbers = numbers * _CODES[said["dtype"]] * 8 // bits
-        stored.append(StoredTensor(tensor, said["dtype"], numbers, end - start))
+        packed = _filled_up(tensor, said["shape"], end - start) if has_mxfp4 else None
+        stored.append(StoredTensor(tensor, said["dtype"], numbers, end - start, packed))
     text = {**config, **(config.get("text_config") or {})}
     layers = _first(text, _NUM_LAYERS)
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
@@ -265,9 +273,18 @@ def _from_config(
         states=state_numbers(config),
         context=_first(text, _CONTEXT),
         is_quantized=_stays_packed(method_in(config), features),
+        packs_on_cpu=not has_mxfp4,
         model_type=config.get("model_type"),
         features=features,
     )
+
+
+def _filled_up(tensor: str, shape: Sequence[int], num_bytes: int) -> int:
+    """The bytes of a tensor of a model with MXFP4: kernels read blocks in groups."""
+    if not tensor.endswith(("_blocks", "_scales")):
+        return num_bytes
+    blocks, of_group = shape[2], GROUP // BLOCK
+    return num_bytes // blocks * (-(-blocks // of_group) * of_group)
 
 
 def _stays_packed(source: str | None, features: Features | None) -> bool:

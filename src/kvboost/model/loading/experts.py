@@ -5,6 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+from kvboost.model.quantized.experts import num_packed
+
 NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 
@@ -25,7 +27,7 @@ def chosen_share(config: Any) -> Fraction:
 def idle_weights(model: Any, *, in_bytes: bool = False) -> int:
     """The number of a model's weights, or of their bytes, that a row does not go through: those of
     the experts that are not chosen for it."""
-    found = 0
+    found = num_packed(model, in_bytes=in_bytes)
     for name, weight in model.named_parameters():
         if ".experts." in name:
             found += weight.nbytes if in_bytes else weight.numel()

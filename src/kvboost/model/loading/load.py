@@ -224,7 +224,8 @@ def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:
     gib = sum(weight.nbytes for weight in experts) / 2**30
     warnings.warn(
         f"the model's MXFP4 weights are expanded to {str(dtype).removeprefix('torch.')} and take "
-        f"{gib:.1f} GiB: KVBoost has no kernels for packed experts",
+        f"{gib:.1f} GiB: they stay packed in a folder on this machine, with weights='auto' on an "
+        "NVIDIA GPU with Triton, in bfloat16 or float32",
         stacklevel=4,
     )
 

@@ -15,7 +15,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from kvboost.config import home, native_kernels_allowed
+from kvboost.config import home, native_kernels_allowed, progress_allowed
 
 log = logging.getLogger("kvboost")
 
@@ -148,7 +150,7 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
         return "turned off by KVBOOST_NATIVE=0"
     if platform.system() != "Linux":
         return "they are built on Linux only"
-    if not _processor() >= form.needs:
+    if not processor() >= form.needs:
         return "this CPU has no matrix tiles (AMX)"
     compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
     if compiler is None:
@@ -182,7 +184,7 @@ def _built(compiler: str, form: Form) -> Path:
     sources = [path for folder in folders for path in sorted(folder.glob("*.c"))]
     headers = [path for folder in folders for path in sorted(folder.glob("*.h"))]
     texts = [path.read_text() for path in (*sources, *headers)]
-    made_of = (*texts, says.stdout, *flags, *sorted(_processor()))
+    made_of = (*texts, says.stdout, *flags, *sorted(processor()))
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     path = home() / "native" / f"{form.folder}-{digest}.so"
     if not path.is_file():
@@ -190,13 +192,21 @@ def _built(compiler: str, form: Form) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             fresh = Path(folder) / path.name
             command = [compiler, *flags, *map(str, sources), "-o", str(fresh), "-lm"]
+            start = time.monotonic()
+            _say(f"compiling kernels for this CPU ({form.name}), once: seconds, or minutes if busy")
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
             os.replace(fresh, path)  # several processes may build it: each leaves a whole file
+            _say(f"compiled in {time.monotonic() - start:.0f} s")
     return path
 
 
+def _say(line: str) -> None:
+    if progress_allowed():
+        print(line, file=sys.stderr, flush=True)
+
+
 @cache
-def _processor() -> frozenset[str]:
+def processor() -> frozenset[str]:
     """The features that the first processor reports."""
     try:
         text = Path("/proc/cpuinfo").read_text()

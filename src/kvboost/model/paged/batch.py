@@ -12,7 +12,7 @@ import torch
 
 from kvboost.model.execution.attention import Batch, attend_segment
 from kvboost.model.execution.partial_attention import count_sinks
-from kvboost.model.execution.segment import Rules, Segment, rows_first, split
+from kvboost.model.execution.segment import Rules, Segment, rows_first
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
@@ -116,6 +116,9 @@ class PagedBatch(RowBatch):
         self._work: dict[Kind, Work] = {}
         self._rows: dict[Kind, TiledRows] = {}
 
+    def _of(self, segments: Sequence[Segment]) -> Batch:
+        return PagedBatch(segments)
+
     @cached_property
     def _as_stock(self) -> bool:
         """Whether to make stock transformers' calls: for a segment that asks for it, is alone and
@@ -138,18 +141,14 @@ class PagedBatch(RowBatch):
         return self._slab.table[request, position // PAGE].long() * PAGE + position % PAGE
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.has_hooks:
-            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
-            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
-                if segment.hook is not None:
-                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
+        self.show_fresh(layer, keys, values)
         super().write(layer, keys, values)
 
     def attend_rows(
         self, layer: int, query: torch.Tensor, rules: Rules, *, fresh: Fresh | None = None
     ) -> torch.Tensor:
         assert fresh is not None
-        scale, window, softcap, sinks = rules
+        scale, window, softcap, sinks, _ = rules
         kind = window, softcap, query.shape[1], sinks is not None
         if kind not in self._work:
             self._work[kind] = self._plan(*kind)
@@ -192,7 +191,8 @@ class PagedBatch(RowBatch):
     ) -> Work:
         shape = self._slab.shape
         kernels: Sequence[LongKernel] = ()
-        if softcap is None and not self._as_stock:
+        are_latents = shape.sides == 1  # too wide for kernels of torch's
+        if softcap is None and not self._as_stock and not are_latents:
             sizes = heads, shape.num_kv_heads, shape.head_dim
             kernels = long_kernels(shape.device, shape.dtype, *sizes)
         least = 0 if len(self.segments) <= FEW_SEGMENTS else LEAST_OF_MANY
@@ -201,6 +201,7 @@ class PagedBatch(RowBatch):
             sees_all = softcap is None and segment.is_plain and not segment.hides(window)
             whole = Run(index, self._starts[index], 0, len(segment))
             is_dense = sees_all and not kernels and not has_sinks and _is_dense(segment)
+            is_dense = is_dense and not are_latents
             if is_dense or segment.whole_images:  # our kernel is causal
                 work.dense.append(whole)
                 continue

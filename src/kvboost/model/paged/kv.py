@@ -83,8 +83,8 @@ class PagedKV(RequestKV):
         return self._gather(self.slab.data, start, end)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._gather(self.slab.layers[layer][None], start, end)
-        return keys, values
+        sides = self._gather(self.slab.layers[layer][None], start, end)
+        return sides[0], sides[-1]
 
     @contextmanager
     def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
@@ -105,7 +105,8 @@ class PagedKV(RequestKV):
     ) -> None:
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop, device=self.shape.device)
-        self._scatter(self.slab.layers[layer][None], positions, torch.stack([keys, values]))
+        rows = torch.stack([keys, values][: self.shape.sides])
+        self._scatter(self.slab.layers[layer][None], positions, rows)
 
     def memory(self) -> dict[int, int]:
         return {id(self.slab): self.slab.used_bytes}
@@ -115,18 +116,19 @@ class PagedKV(RequestKV):
         return self._borrowed * self.shape.row_bytes
 
     def _gather(self, layers: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Rows ``[start, end)`` of ``[layers, pages, ...]``, as ``[2, layers, kv_heads, rows,
+        """Rows ``[start, end)`` of ``[layers, pages, ...]``, as ``[sides, layers, kv_heads, rows,
         dim]``."""
         first, last = start // PAGE, max(pages_for(end), start // PAGE)
         pages = self.slab.table[self.holding.row, first:last]
         found = layers.index_select(1, pages)
-        num_layers, num, heads, _, width = found.shape
-        found = found.view(num_layers, num, heads, PAGE, 2, width // 2).permute(4, 0, 2, 1, 3, 5)
-        dense = found.reshape(2, num_layers, heads, num * PAGE, width // 2)
+        sides, dim = self.shape.sides, self.shape.head_dim
+        found = found.unflatten(-1, (sides, dim)).permute(4, 0, 2, 1, 3, 5)
+        dense = found.reshape(sides, len(layers), self.shape.num_kv_heads, -1, dim)
         return dense.narrow(3, start - first * PAGE, end - start)
 
     def _scatter(self, layers: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes ``rows``, ``[2, layers, kv_heads, rows, dim]``, over those at ``positions``."""
+        """Writes ``rows``, ``[sides, layers, kv_heads, rows, dim]``, over those at
+        ``positions``."""
         pages = self.slab.table[self.holding.row].index_select(0, positions // PAGE).long()
-        # An index between slices puts the indexed dimension first: [rows, layers, heads, 2 * dim].
+        # An index between slices puts the indexed dimension first: [rows, layers, heads, width].
         layers[:, pages, :, positions % PAGE] = rows.permute(3, 1, 2, 0, 4).flatten(3)

@@ -12,6 +12,7 @@ import torch
 from kvboost.model import triton
 from kvboost.model.execution.kv import KVPool, Prefix, RequestKV
 from kvboost.model.execution.kv_shape import KVShape
+from kvboost.model.execution.latent import TOO_WIDE
 from kvboost.model.loading.device import has_capability
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
@@ -29,7 +30,7 @@ def why_buffers(forward: Forward) -> str:
     if len({weight.device for weight in forward.model.parameters()}) != 1:
         return "the model is on several devices"
     own = "" if forward.packed else "the model keeps its own attention"
-    own = own or ("the model keeps latents" if forward.keeps_latents else "")
+    own = own or ("" if forward.fits_pages else TOO_WIDE)
     own = own or ("" if forward.is_uniform else "the KV of the model's layers differs")
     if getattr(forward.model.config.get_text_config(), "attention_chunk_size", None):
         own = own or "some layers attend to their own stretch of text only"

@@ -47,9 +47,9 @@ class KeptPages:
 
 class Slab:
     """Pages, and who holds them: requests, and what is kept for later ones. Several may hold the
-    same page. ``data`` is ``[layers, pages, kv_heads, PAGE, 2 * head_dim]``: the key of a row, then
-    its value. ``table`` is int32 ``[requests, most pages]`` on the device: the pages of each
-    request. Thread-safe; ``release`` never waits.
+    same page. ``data`` is ``[layers, pages, kv_heads, PAGE, sides * head_dim]``: the key of a row,
+    then its value, or the row that is both. ``table`` is int32 ``[requests, most pages]`` on the
+    device: the pages of each request. Thread-safe; ``release`` never waits.
 
     If requests need more pages than are free, ``free_kept`` is called with the number of pages that
     must be free, without a lock. It should let go of kept pages. ``on_low`` is called when requests
@@ -66,7 +66,7 @@ class Slab:
         self.free_kept: Callable[[int], None] = lambda _: None
         self.on_low: Callable[[], None] = lambda: None
         self.num_spare = 0
-        size = (num_pages + 1, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
+        size = (num_pages + 1, shape.num_kv_heads, PAGE, shape.sides * shape.head_dim)
         self.data = torch.zeros(shape.num_layers, *size, dtype=shape.dtype, device=shape.device)
         self.layers = self.data.unbind(0)
         columns = min(most_pages or num_pages, num_pages)
@@ -102,8 +102,8 @@ class Slab:
             return len(self._free_pages)
 
     def rows(self, page: int) -> torch.Tensor:
-        """The rows of a page, ``[2, layers, kv_heads, PAGE, head_dim]``: a view."""
-        return self.data[:, page].unflatten(-1, (2, -1)).permute(3, 0, 1, 2, 4)
+        """The rows of a page, ``[sides, layers, kv_heads, PAGE, head_dim]``: a view."""
+        return self.data[:, page].unflatten(-1, (self.shape.sides, -1)).permute(3, 0, 1, 2, 4)
 
     def keep(self, pages: Sequence[Sequence[int]]) -> list[KeptPages]:
         """Keeps pages that somebody holds now."""

@@ -15,6 +15,7 @@ from kvboost.model.paged.sampling import Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside, side_stream
+from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class StepBatch(RowBatch):
         self.positions.copy_(positions)
         self.requests.copy_(rows)
         for known in self._rows.values():
-            _requests_of(known).copy_(self.requests[:, None])
+            self._fill_requests(known)
         page = self._slab.table[rows, positions // PAGE].long()
         torch.add(positions % PAGE, page, alpha=PAGE, out=self.slots[: len(rows)])
         if self.adapters is not None and adapters is not None:
@@ -160,18 +161,22 @@ class StepBatch(RowBatch):
         return out
 
     def _rows_for(self, heads: int) -> TiledRows:
-        """The rows for the kernel. A row is split over its keys as far as the device has programs
-        to spare: lengths are not known when a graph is recorded."""
+        """The rows for the kernel: of each one tile, or several if many heads share a KV head. They
+        are split over their keys as far as the device has programs to spare: lengths are not known
+        when a graph is recorded."""
         if heads not in self._rows:
             shape, size = self._slab.shape, len(self.positions)
             group = heads // shape.num_kv_heads
-            tile = Tile.pick(group, shape.dtype, shape.head_dim)
-            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
+            tile = Tile.pick(group, shape.dtype, check_pages(self.pages(0))[2])
+            own = torch.arange(0, group, tile.rows, dtype=torch.int32, device=shape.device)
+            number = torch.arange(size * len(own), dtype=torch.int32, device=shape.device)
+            spare = programs_at_once(shape.device, tile) // (len(number) * shape.num_kv_heads)
             parts = max(1, min(spare, MOST_PARTS))
-            row = torch.arange(size, dtype=torch.int32, device=shape.device)
-            zero, one = torch.zeros_like(row), torch.ones_like(row)
-            start, room = row * group, one * group
-            tiles = torch.stack([start, room, row * parts, one * parts], 1)
+            zero, one = torch.zeros_like(number), torch.ones_like(number)
+            at = own.repeat(size)
+            start = number // len(own) * group + at
+            room = (group - at).clamp(max=tile.rows)
+            tiles = torch.stack([start, room, number * parts, one * parts], 1)
             items = torch.stack([zero, start, room, room, zero, one * parts, zero], 1)
             items = items.repeat_interleave(parts, 0)
             slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
@@ -188,9 +193,13 @@ class StepBatch(RowBatch):
                 self._slab.most_rows,
                 group,
             )
-            _requests_of(found).copy_(self.requests[:, None])
+            self._fill_requests(found)
             self._rows[heads] = found
         return self._rows[heads]
+
+    def _fill_requests(self, rows: TiledRows) -> None:
+        """Sets the requests of the items of ``rows``: each of ours has as many."""
+        rows.items[:, 0].view(len(self.requests), -1).copy_(self.requests[:, None])
 
 
 class JoinedBatch(StepBatch):
@@ -222,8 +231,3 @@ def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch:
     if size == 1 and beside is not None:
         return JoinedBatch(slab, beside)
     return StepBatch(slab, size, beside)
-
-
-def _requests_of(rows: TiledRows) -> torch.Tensor:
-    """Of the items of rows that each have the same number of parts, ``[rows, parts]``."""
-    return rows.items[:, 0].view(-1, rows.most_parts)

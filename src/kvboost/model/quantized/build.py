@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,9 @@ from kvboost.model.loading.machine import release_freed_memory
 from kvboost.model.native.quantized_product import WEIGHTS_AT_ONCE
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.experts import PRODUCTS, pack_experts
 from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
+from kvboost.model.quantized.mxfp4 import Mxfp4Weight
 from kvboost.model.quantized.products import make_layers
 from kvboost.model.streaming.parking import Parking
 
@@ -49,6 +52,7 @@ def build(
     place = device if parked is None else torch.device("cpu")
     if packed:
         _fill_quantized(model, checkpoint, device, dtype, place, parked)
+        _fill_experts(model, checkpoint, device, parked)
     _fill_plain(model, checkpoint, place, dtype)
     release_freed_memory()
     return model.eval().to(place)
@@ -93,6 +97,44 @@ def _fill_quantized(
     source = f"{names[embedding]}.weight"
     if checkpoint.is_quantized(source):
         model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype, place))
+
+
+def _fill_experts(
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    parked: Parking | None,
+) -> None:
+    """Puts codes in the place of experts' weights that the checkpoint has in MXFP4."""
+    for name, module in list(model.named_modules()):
+        if not all(module._parameters.get(child) is not None for child in PRODUCTS):
+            continue
+        found = {}
+        for child in PRODUCTS:
+            weight = checkpoint.mxfp4(f"{name}.{child}", device)
+            if weight is None:
+                break
+            experts, width, depth = weight.shape
+            _check_shape(f"{name}.{child}", (experts, depth, width), getattr(module, child))
+            found[child] = weight if parked is None else _parked(weight, parked)
+        else:
+            pack_experts(module, found)
+
+
+def _parked(weight: Mxfp4Weight, parking: Parking) -> Mxfp4Weight:
+    held = nn.Module()
+    held.register_buffer("codes", weight.codes)
+    held.register_buffer("scales", weight.scales)
+    parking.park(held)
+    return replace(weight, codes=held.get_buffer("codes"), scales=held.get_buffer("scales"))
+
+
+def _check_shape(name: str, found: Sequence[int], expected: torch.Tensor) -> None:
+    if tuple(found) != tuple(expected.shape):
+        raise ModelError(
+            f"the tensor for {name!r} has the shape {tuple(found)}, and the model's config says "
+            f"{tuple(expected.shape)}; the file is for another model"
+        )
 
 
 def _in_threads(fill: Callable[[Part], None], parts: Iterable[Part]) -> None:
@@ -164,11 +206,7 @@ def _fill_plain(
     def fill(part: tuple[str, nn.Parameter]) -> None:
         name, parameter = part
         value = checkpoint.plain(name, device, dtype)
-        if value.shape != parameter.shape:
-            raise ModelError(
-                f"the tensor for {name!r} has the shape {tuple(value.shape)}, and the model's "
-                f"config says {tuple(parameter.shape)}; the file is for another model"
-            )
+        _check_shape(name, value.shape, parameter)
         parent, _, attribute = name.rpartition(".")
         filled = nn.Parameter(value, requires_grad=False)
         setattr(model.get_submodule(parent), attribute, filled)

@@ -8,6 +8,7 @@ import torch
 
 from kvboost.errors import ModelError
 from kvboost.model.quantized.layers import Rows
+from kvboost.model.quantized.mxfp4 import Mxfp4Weight
 from kvboost.model.quantized.weight import QuantizedWeight
 
 CPU = torch.device("cpu")
@@ -30,6 +31,9 @@ class QuantizedCheckpoint(Protocol):
 
     def digest(self, name: str) -> str:
         """Identifies a weight that is kept as codes."""
+
+    def mxfp4(self, name: str, device: torch.device = CPU) -> Mxfp4Weight | None:
+        """The weights ``name`` of experts, made on ``device``; None if they are not in MXFP4."""
 
     def plain(
         self, name: str, device: torch.device = CPU, dtype: torch.dtype | None = None

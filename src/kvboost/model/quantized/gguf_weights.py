@@ -116,6 +116,9 @@ class GgufCheckpoint:
         self._leave(tensor)
         return f"{tensor.shape} {tensor.kind.name} {found}"
 
+    def mxfp4(self, name: str, device: torch.device = CPU) -> None:
+        """No such file that KVBoost reads has experts."""
+
     def plain(
         self, name: str, device: torch.device = CPU, dtype: torch.dtype | None = None
     ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from kvboost.model.quantized.experts import kernel_of, num_packed, packed_experts
 from kvboost.model.quantized.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ def num_weights(model: PreTrainedModel, *, embeddings: bool = True) -> int:
             total += module.out_features * (module.in_features + module.has_bias)
         elif isinstance(module, QuantizedEmbedding) and embeddings:
             total += module.num_embeddings * module.embedding_dim
-    return total
+    return int(total) + num_packed(model)
 
 
 def packed_identity(model: nn.Module) -> dict[str, Any]:
-    """Facts on which the KV of a model with quantised layers depends besides its parameters: its
-    codes, and the kernels that multiply with them. Empty for other models."""
+    """Facts on which the KV of a model with quantised layers depends besides its parameters and
+    buffers: its codes, and the kernels that multiply with them. Empty for other models."""
     found: dict[str, Any] = {}
     kernels = set()
     for name, module in model.named_modules():
@@ -124,6 +125,9 @@ def packed_identity(model: nn.Module) -> dict[str, Any]:
             found[name] = module.digest
         if isinstance(module, QuantizedLinear):
             kernels.add(module.product.kernel)
+    for name, experts in packed_experts(model):  # their codes are buffers
+        found[name] = "MXFP4"
+        kernels.add(kernel_of(experts))
     return {"packed": found, "kernels": sorted(kernels)} if found else {}
 
 

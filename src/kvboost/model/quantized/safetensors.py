@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: AWQ, GPTQ and compressed-tensors.
+"""Quantised weights in safetensors files: AWQ, GPTQ, compressed-tensors and MXFP4.
 
 Codes are packed into 32-bit integers, eight of 4 bits or four of 8:
 
@@ -7,7 +7,9 @@ Codes are packed into 32-bit integers, eight of 4 bits or four of 8:
     compressed-tensors  weight_packed [n, k / 8], weight_scale [n, k / group],
                         weight_zero_point [n / 8, k / group]
 
-In all of them a weight is ``(code - zero) * scale``.
+In these a weight is ``(code - zero) * scale``. Of models with ``mxfp4``, experts are quantised:
+
+    mxfp4               blocks uint8 [experts, n, k / 32, 16], scales uint8 [experts, n, k / 32]
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from safetensors import safe_open
 from kvboost.errors import ModelError
 from kvboost.model.quantized.checkpoint import CPU, refused
 from kvboost.model.quantized.layers import Rows
+from kvboost.model.quantized.mxfp4 import Mxfp4Weight
 from kvboost.model.quantized.weight import QuantizedWeight
 
 METHODS = ("awq", "gptq", "compressed-tensors")
+MXFP4 = "mxfp4"
+IN_MXFP4 = ("gpt_oss",)
+"""Model types whose experts transformers reads from MXFP4."""
 RENAMED = ("gemma3", "gemma3n", "gpt_neox", "internvl", "mistral3", "qwen2_5_vl")
 """Model types whose tensors have other names in files than in transformers."""
 WIDEST_GROUP = 256
@@ -49,6 +55,8 @@ class SafetensorsCheckpoint:
         self._check()
 
     def _check(self) -> None:
+        if self._method == MXFP4:
+            return
         settings, where = self._settings, f"{self._folder}: its quantization_config"
         if self._method == "compressed-tensors":
             if settings.get("format") != "pack-quantized":
@@ -148,6 +156,11 @@ class SafetensorsCheckpoint:
             packed = self._read(f"{module}.weight_zero_point")
             zeros = _unpacked(packed.t().contiguous(), bits).t()[:n]
         return made_weight(_unpacked(codes, bits), zeros, scales, bits)
+
+    def mxfp4(self, name: str, device: torch.device = CPU) -> Mxfp4Weight | None:
+        if f"{name}_blocks" not in self._places:
+            return None
+        return Mxfp4Weight.of(self._read(f"{name}_blocks"), self._read(f"{name}_scales"), device)
 
     def rows(self, name: str) -> Rows:
         return self.quantized(name).rows

@@ -28,9 +28,16 @@ from kvboost.model.loading.gguf_folder import CONFIG, described_folder
 from kvboost.model.loading.weights import quiet_transformers
 from kvboost.model.quantized.build import build
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
+from kvboost.model.quantized.experts import DTYPES, has_kernels
 from kvboost.model.quantized.gguf_weights import GgufCheckpoint, can_place, why_not_packed
 from kvboost.model.quantized.products import is_fast
-from kvboost.model.quantized.safetensors import METHODS, RENAMED, SafetensorsCheckpoint
+from kvboost.model.quantized.safetensors import (
+    IN_MXFP4,
+    METHODS,
+    MXFP4,
+    RENAMED,
+    SafetensorsCheckpoint,
+)
 from kvboost.model.streaming.parking import Parking
 
 UNUSED_OPTIONS = ("device_map", "max_memory", "offload_folder", "quantization_config", "variant")
@@ -98,8 +105,10 @@ def find_filled(
     ones, which transformers does tensor by tensor in numpy: with the same result. It leaves to
     transformers the architectures whose tensors it does not place, big-endian files, and loads with
     options that only transformers honours."""
-    packed = form == "packed" or (form == "auto" and is_fast(device, dtype))
-    reason = _why_not(folder, index, options) if packed else None
+    described = {} if index is not None else _described(folder, options)
+    packs = has_kernels if method_in(described) == MXFP4 else is_fast
+    packed = form == "packed" or (form == "auto" and packs(device, dtype))
+    reason = _why_not(folder, index, described, options, dtype) if packed else None
     if reason is not None and form == "packed":
         raise ModelError(reason)
     packed = packed and reason is None
@@ -118,22 +127,32 @@ def find_filled(
     return FilledModel(config, folder, checkpoint, options, device, dtype, packed)
 
 
+def _described(folder: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a folder's config.json; empty if there is none."""
+    place = Path(folder or "", options.get("subfolder") or "", CONFIG)
+    found: dict[str, Any] = json.loads(place.read_text()) if place.is_file() else {}
+    return found
+
+
 def _why_not(
-    folder: Path | None, index: GgufIndex | None, options: Mapping[str, Any]
+    folder: Path | None,
+    index: GgufIndex | None,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
 ) -> str | None:
-    """Why the weights of a model cannot stay packed; None if they can."""
+    """Why the weights of a model cannot stay packed; None if they can. ``config``: of a folder."""
     unused = [name for name in UNUSED_OPTIONS if options.get(name) is not None]
     if unused:
         return f"{', '.join(unused)} has no effect on packed weights; use weights='plain'"
     if index is not None:
         return why_not_packed(index)
-    place = Path(folder or "", options.get("subfolder") or "", CONFIG)
-    if not place.is_file():
+    if not config:
+        place = Path(folder or "", options.get("subfolder") or "", CONFIG)
         return (
             f"weights='packed' needs the model's files on this machine, and there is no {place}; "
             "download the model and give its folder, or use weights='plain'"
         )
-    config = json.loads(place.read_text())
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
     if architecture is not None and architecture.states:
         return (
@@ -141,17 +160,33 @@ def _why_not(
             "stay packed; weights='plain' leaves them to transformers"
         )
     method = method_in(config)
+    if method == MXFP4:
+        return _why_not_mxfp4(config, dtype)
     if method in METHODS:
         return _why_not_folder(config)
     if method is None:
         return (
             "weights='packed' needs a quantised model: a GGUF file, or a folder whose config.json "
-            f"has a quantization_config of {', '.join(METHODS)}; use weights='plain'"
+            f"has a quantization_config of {', '.join((*METHODS, MXFP4))}; use weights='plain'"
         )
     return (
-        f"the weights are quantised by {method!r}, and those of {', '.join(METHODS)} stay packed; "
-        "weights='plain' leaves them to transformers"
+        f"the weights are quantised by {method!r}, and those of {', '.join((*METHODS, MXFP4))} "
+        "stay packed; weights='plain' leaves them to transformers"
     )
+
+
+def _why_not_mxfp4(config: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    if config.get("model_type") not in IN_MXFP4:
+        return (
+            f"MXFP4 weights of model type {config.get('model_type')!r} do not stay packed, those "
+            f"of {', '.join(IN_MXFP4)} do; weights='plain' leaves them to transformers"
+        )
+    if dtype not in DTYPES:
+        return (
+            f"dtype={str(dtype).removeprefix('torch.')!r} does not hold MXFP4 weights; use "
+            "'bfloat16' or 'float32', or weights='plain'"
+        )
+    return None
 
 
 def _why_not_folder(config: Mapping[str, Any]) -> str | None:

@@ -62,6 +62,40 @@ def attend_keys(
 
 
 @triton.jit
+def attend_latents(
+    acc, total, best, query, rotated, position, pages, table, absent, first, last,
+    end, page_stride, head_stride, token_stride, scale, cap, window,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, TURNS: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """As ``attend_keys``, over rows that are keys and values in one: the ``DIM`` channels after the
+    first ``ROTATED`` ones are the value. ``query`` and ``rotated`` are these parts of queries."""
+    channel, turn = tl.arange(0, WIDE)[None, :], tl.arange(0, TURNS)[None, :]
+    factor = factor_of(scale, cap)
+    page = page_of(table, first * KEYS + tl.arange(0, KEYS), end, PAGE)
+    for number in range(first, last):
+        key = number * KEYS + tl.arange(0, KEYS)
+        present = is_present(key, absent, end) if MASKED else key >= 0
+        at = row_offsets(page, number, 0, page_stride, head_stride, token_stride, PAGE, KEYS)
+        page = page_of(table, key + KEYS, end, PAGE)
+        row_at = pages + at[:, None]
+        if MASKED or WIDE != DIM:
+            inside = present[:, None] & (channel < DIM)
+            latents = tl.load(row_at + (ROTATED + channel), mask=inside, other=0.0)
+        else:
+            latents = tl.load(row_at + (ROTATED + channel))
+        if MASKED or TURNS != ROTATED:
+            turned = tl.load(row_at + turn, mask=present[:, None] & (turn < ROTATED), other=0.0)
+        else:
+            turned = tl.load(row_at + turn)
+        scores = product(query, latents.T) + product(rotated, turned.T)
+        scores = scores_of(scores, position, key, present, scale, cap, window, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        acc = acc * fade[:, None] + product(weights.to(latents.dtype), latents)
+    return acc, total, best
+
+
+@triton.jit
 def attend_pages(
     acc, total, best, query, position, whole, table, head, first, last, scale, cap,
     DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
@@ -95,6 +129,29 @@ def attend_cut_page(
     weights, fade, total, best = _weigh(scores, total, best, factor_of(scale, cap))
     values = tl.where((key < end)[:, None], whole.load([at, DIM]), 0.0)
     acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
+    return acc, total, best
+
+
+@triton.jit
+def attend_latent_pages(
+    acc, total, best, query, rotated, position, whole, turns, table, first, last, end, scale, cap,
+    ROTATED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """As ``attend_latents``, over whole pages, as ``attend_pages``. ``turns`` loads what rotates.
+    Anything may follow the key before ``end`` if pages are ``CUT``."""
+    factor = factor_of(scale, cap)
+    page = tl.load(table + tl.maximum(0, tl.minimum(first, last - 1)))
+    for number in range(first, last):
+        at = page * KEYS
+        page = tl.load(table + tl.minimum(number + 1, last - 1))
+        key = number * KEYS + tl.arange(0, KEYS)
+        latents = whole.load([at, ROTATED])
+        scores = product(query, latents.T) + product(rotated, turns.load([at, 0]).T)
+        scores = scores_of(scores, position, key, key < end, scale, cap, None, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        if CUT:
+            latents = tl.where((key < end)[:, None], latents, 0.0)
+        acc = acc * fade[:, None] + product(weights.to(latents.dtype), latents)
     return acc, total, best
 
 

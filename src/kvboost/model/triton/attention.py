@@ -6,7 +6,8 @@ query heads that share a KV head, so a tile of scattered rows costs as much as a
 ones; it may end between two heads of a row. Tiles with many keys are split over them, so that all
 programs end at about the same time, and a second kernel combines the parts. Hopper has units for
 copying tiles, which read whole pages. For many rows of one request, its keys and values are first
-copied into one piece each: these units are faster still if they need no table.
+copied into one piece each: these units are faster still if they need no table. Rows that are keys
+and values in one (latents) are read once for both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kvboost.model.triton.attending import (
     attend_cut_page,
     attend_dense_keys,
     attend_keys,
+    attend_latent_pages,
+    attend_latents,
     attend_pages,
 )
 from kvboost.model.triton.dense import gather_counted
@@ -27,6 +30,8 @@ from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, TiledRows
 from kvboost.model.triton.scores import LN_2, LOWEST, count_sinks
 
+LEAST_TURNS = 16
+"""Products of matrices are of so many channels at least."""
 COMBINED = 16
 """Parts, times rows and heads, that one program combines at a time, of tiles with few rows or if
 there are many tiles."""
@@ -46,13 +51,13 @@ ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 def _attend_kernel(
     query, query_row_stride, query_head_stride, positions, items, tables, table_stride, counted,
     pages, page_stride, head_stride, token_stride, absent, absent_stride, sinks,
-    out, out_row_stride, out_head_stride, lse, lse_row_stride, parts, part_lse, whole, keys,
+    out, out_row_stride, out_head_stride, lse, lse_row_stride, parts, part_lse, whole, turns, keys,
     values, dense_rows, scale, cap, window,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr,
+    TURNS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes an item: a tile of rows over a part of its keys. Rows that its place has room for,
-    but that are not there, get zeros."""
+    but that are not there, get zeros. If channels are ``ROTATED``, rows of pages are latents."""
     head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM
     request, start, count, room = (
@@ -74,8 +79,9 @@ def _attend_kernel(
         return
 
     query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
+    own_query = query + query_at[:, None]
     queries = tl.load(
-        query + query_at[:, None] + channel[None, :], mask=used[:, None] & inside, other=0.0
+        own_query + (ROTATED + channel[None, :]), mask=used[:, None] & inside, other=0.0
     )
     position = tl.load(positions + row, mask=used, other=-1)
 
@@ -99,7 +105,42 @@ def _attend_kernel(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
-    if keys is not None:
+    if whole is not None:
+        present = end
+        if counted is not None:
+            present = tl.load(counted)
+        full = tl.maximum(plain, tl.minimum(last, present // KEYS))
+    if ROTATED:
+        turn = tl.arange(0, TURNS)[None, :]
+        rotated = tl.load(own_query + turn, mask=used[:, None] & (turn < ROTATED), other=0.0)
+        if whole is None:
+            acc, total, best = attend_latents(
+                acc, total, best, queries, rotated, position, pages, table, absent, first, plain,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS,
+                MASKED=False,
+            )  # fmt: skip
+            acc, total, best = attend_latents(
+                acc, total, best, queries, rotated, position, pages, table, absent, plain, last,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, ROTATED=ROTATED, TURNS=TURNS, PAGE=PAGE, KEYS=KEYS,
+                MASKED=True,
+            )  # fmt: skip
+        else:
+            acc, total, best = attend_latent_pages(
+                acc, total, best, queries, rotated, position, whole, turns, table, first, plain,
+                end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=False, CUT=False,
+            )  # fmt: skip
+            acc, total, best = attend_latent_pages(
+                acc, total, best, queries, rotated, position, whole, turns, table, plain, full,
+                end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=True, CUT=False,
+            )  # fmt: skip
+            if full < last:
+                acc, total, best = attend_latent_pages(
+                    acc, total, best, queries, rotated, position, whole, turns, table, full, last,
+                    end, scale, cap, ROTATED=ROTATED, KEYS=KEYS, MASKED=True, CUT=True,
+                )  # fmt: skip
+    elif keys is not None:
         begin = head * dense_rows
         acc, total, best = attend_dense_keys(
             acc, total, best, queries, position, keys, values, begin, first, plain, end,
@@ -114,10 +155,6 @@ def _attend_kernel(
             acc, total, best, queries, position, whole, table, head, first, plain,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
-        present = end
-        if counted is not None:
-            present = tl.load(counted)
-        full = tl.maximum(plain, tl.minimum(last, present // KEYS))
         acc, total, best = attend_pages(
             acc, total, best, queries, position, whole, table, head, plain, full,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=True,
@@ -206,8 +243,13 @@ def _combine_kernel(
         tl.store(lse_at, weight * LN_2, mask=owned)
 
 
-def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> None:
+def _check_query(
+    query: torch.Tensor, pages: torch.Tensor, rows: TiledRows, rotated: int | None = None
+) -> None:
     kv_heads, _, dim = check_pages(pages)
+    dim = dim if rotated is None else 2 * dim
+    if rotated is not None and (kv_heads != 1 or not 0 < rotated < dim):
+        raise ValueError(f"{rotated} of {dim} channels of {kv_heads} heads of latents rotate")
     found, needed = query.shape[1:], (kv_heads * rows.group, dim)
     if len(query) < len(rows.positions) or found != needed or query.dtype != pages.dtype:
         raise ValueError(
@@ -216,15 +258,22 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> N
         )
 
 
-def _whole(pages: torch.Tensor, rows: TiledRows) -> TensorDescriptor | None:
-    """The descriptor that loads the keys or the values of a page; None if ``rows`` do not read
-    whole pages."""
+def _whole(
+    pages: torch.Tensor, rows: TiledRows, rotated: int | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The descriptors that load the keys or the values of a page, or its latents, and what is
+    rotated of these; None if ``rows`` do not read whole pages."""
     if rows.tile.reads != "pages":
-        return None
+        return None, None
     _, page, dim = check_pages(pages)
+    widths = (dim,) if rotated is None else (2 * dim - rotated, rotated)
+    if any(width & (width - 1) for width in widths):
+        return None, None
     if page != rows.tile.keys:
         raise ValueError(f"pages have {page} rows; a tile of {rows.tile.keys} keys is not a page")
-    return TensorDescriptor.from_tensor(pages.flatten(0, 2), [page, dim])
+    flat = pages.flatten(0, 2)
+    found = [TensorDescriptor.from_tensor(flat, [page, width]) for width in widths]
+    return found[0], found[1] if rotated is not None else None
 
 
 def _dense(
@@ -248,6 +297,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    rotated: int | None = None,
     *,
     absent: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -258,10 +308,12 @@ def attend(
     ``window`` of them if it is given, but not those that are ``absent``, bool ``[requests, keys]``.
     Every row must see a key. ``sinks``, ``[heads]``, are one more score of each head, whose value
     is zero. There may be more queries than rows; they are not computed. ``lse``,
-    float32 ``[rows, heads]``, receives the logarithms of the sums of exponentials."""
+    float32 ``[rows, heads]``, receives the logarithms of the sums of exponentials. ``rotated``:
+    rows of pages are keys and values in one, and their first channels, so many, are no part of a
+    value; those of ``out`` are not written."""
     kv_heads, page, dim = check_pages(pages)
     heads = query.shape[1]
-    _check_query(query, pages, rows)
+    _check_query(query, pages, rows, rotated)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     if absent is not None:
@@ -270,6 +322,7 @@ def attend(
                 f"absent covers {absent.shape[1]} keys of each request; there are {rows.end}"
             )
         absent = absent.view(torch.uint8)
+    dim = dim if rotated is None else 2 * dim - rotated
     wide = triton.next_power_of_2(dim)
     parts = part_lse = None
     if rows.slots:
@@ -277,19 +330,22 @@ def attend(
         parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
     sees_all = window is None and absent is None
-    whole = _whole(pages, rows) if sees_all else None
-    dense = _dense(pages, rows) if sees_all else (None, None, 0)
-    written = (out, out.stride(0), out.stride(1), lse, heads)
+    whole, turns = _whole(pages, rows, rotated) if sees_all else (None, None)
+    dense = _dense(pages, rows) if sees_all and rotated is None else (None, None, 0)
+    to = out if rotated is None else out[:, :, rotated:]
+    written = (to, out.stride(0), out.stride(1), lse, heads)
     _attend_kernel[(kv_heads, len(rows.items))](
         *(query, query.stride(0), query.stride(1)),
         *(rows.positions, rows.items, rows.tables, rows.tables.stride(0)),
         None if whole is None else rows.num_keys,
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0), sinks),
-        *(*written, parts, part_lse, whole, *dense, scale, softcap, window),
+        *(*written, parts, part_lse, whole, turns, *dense, scale, softcap, window),
         GROUP=rows.group,
         DIM=dim,
         WIDE=wide,
+        ROTATED=rotated or 0,
+        TURNS=max(LEAST_TURNS, triton.next_power_of_2(rotated or 0)),
         PAGE=page,
         ROWS=rows.tile.rows,
         KEYS=rows.tile.keys,

@@ -7,7 +7,7 @@ program reads an expert's weights once for all rows of its block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -137,6 +137,44 @@ def _order_kernel(
     tl.store(experts + first + before // ROWS, own, mask=begins)
 
 
+@triton.jit
+def block_and_columns(num_blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The block of pairs and the columns of the result that this program of a product computes."""
+    program = tl.program_id(0)
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    group = program // (GROUP * across)
+    in_group = tl.minimum(num_blocks - group * GROUP, GROUP)
+    inside = program % (GROUP * across)
+    block = group * GROUP + inside % in_group
+    return block, (inside // in_group) * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def pairs_in(order, block, ROWS: tl.constexpr):
+    """The pairs of a block, and which of them there are. Without ``order``, pairs are blocks."""
+    at = tl.arange(0, ROWS)
+    if order is None:
+        pair = tl.where(at == 0, block, -1).to(tl.int64)
+    else:
+        pair = tl.load(order + block * ROWS + at).to(tl.int64)
+    return tl.maximum(pair, 0), pair >= 0
+
+
+@triton.jit
+def write_product(
+    found, biases, shares, out, expert, pair, used, column, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Writes sums ``[rows, columns]`` with the expert's bias, times the shares of their pairs."""
+    is_column = column < WIDTH
+    if biases is not None:
+        bias = tl.load(biases + expert * WIDTH + column, mask=is_column, other=0.0)
+        found += bias.to(tl.float32)[None, :]
+    if shares is not None:
+        found *= tl.load(shares + pair, mask=used, other=0.0).to(tl.float32)[:, None]
+    to = out + pair[:, None] * WIDTH + column[None, :]
+    tl.store(to, found.to(out.dtype.element_ty), mask=used[:, None] & is_column[None, :])
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _product_kernel(
     rows,
@@ -159,23 +197,11 @@ def _product_kernel(
     GROUP: tl.constexpr,
 ):
     """``CHOSEN``: pairs that one row of ``rows`` has. Without ``order``, pairs are blocks."""
-    program = tl.program_id(0)
-    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    group = program // (GROUP * across)
-    in_group = tl.minimum(num_blocks - group * GROUP, GROUP)
-    inside = program % (GROUP * across)
-    block = group * GROUP + inside % in_group
-    column = (inside // in_group) * COLUMNS + tl.arange(0, COLUMNS)
+    block, column = block_and_columns(num_blocks, WIDTH, COLUMNS, GROUP)
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
-    at = tl.arange(0, ROWS)
-    if order is None:
-        pair = tl.where(at == 0, block, -1).to(tl.int64)
-    else:
-        pair = tl.load(order + block * ROWS + at).to(tl.int64)
-    used = pair >= 0
-    pair = tl.maximum(pair, 0)
+    pair, used = pairs_in(order, block, ROWS)
     depth = tl.arange(0, AT_ONCE)
     from_rows = rows + (pair // CHOSEN)[:, None] * DEPTH + depth[None, :]
     from_weights = weights + expert * expert_stride
@@ -193,13 +219,7 @@ def _product_kernel(
         found += product(x, w)
         from_rows += AT_ONCE
         from_weights += AT_ONCE * in_stride
-    if biases is not None:
-        bias = tl.load(biases + expert * WIDTH + column, mask=is_column, other=0.0)
-        found += bias.to(tl.float32)[None, :]
-    if shares is not None:
-        found *= tl.load(shares + pair, mask=used, other=0.0).to(tl.float32)[:, None]
-    to = out + pair[:, None] * WIDTH + column[None, :]
-    tl.store(to, found.to(out.dtype.element_ty), mask=used[:, None] & is_column[None, :])
+    write_product(found, biases, shares, out, expert, pair, used, column, WIDTH)
 
 
 @triton.jit
@@ -226,12 +246,14 @@ def limited_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Ten
     return out
 
 
-class Weights(NamedTuple):
-    """The weights of one product of all experts."""
+class ExpertWeights(Protocol):
+    """The weights of one product of all experts, in any form."""
 
-    weight: torch.Tensor
-    """``[experts, out, in]``, with any strides."""
-    bias: torch.Tensor | None
+    @property
+    def num_experts(self) -> int: ...
+
+    def tiles(self, pairs: int, dtype: torch.dtype) -> Tiles:
+        """Tiles for so many pairs."""
 
     def product(
         self,
@@ -243,7 +265,34 @@ class Weights(NamedTuple):
         pairs_of_row: int,
         shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[pairs, out]``, each times its share."""
+        """``[pairs, out]`` of ``rows``, ``pairs_of_row`` of which belong to each, each times its
+        share. ``chosen``: the expert of each pair."""
+
+
+class Weights(NamedTuple):
+    """The weights of one product of all experts."""
+
+    weight: torch.Tensor
+    """``[experts, out, in]``, with any strides."""
+    bias: torch.Tensor | None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weight)
+
+    def tiles(self, pairs: int, dtype: torch.dtype) -> Tiles:
+        return tiles_of(pairs / self.num_experts, dtype)
+
+    def product(
+        self,
+        rows: torch.Tensor,
+        blocks: Blocks | None,
+        chosen: torch.Tensor,
+        tiles: Tiles,
+        *,
+        pairs_of_row: int,
+        shares: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         _, width, depth = self.weight.shape
         expert_stride, out_stride, in_stride = self.weight.stride()
         out = rows.new_empty(len(chosen), width)
@@ -269,16 +318,16 @@ def mix(
     rows: torch.Tensor,
     chosen: torch.Tensor,
     shares: torch.Tensor,
-    up: Weights,
-    down: Weights,
+    up: ExpertWeights,
+    down: ExpertWeights,
     gate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """The sum of the experts that each of ``rows``, ``[rows, width]``, has ``chosen``, ``[rows,
     k]``, weighted by ``shares``."""
     num_rows, k = chosen.shape
-    num_experts, pairs = len(up.weight), chosen.reshape(-1).contiguous()
-    tiles = tiles_of(len(pairs) / num_experts, rows.dtype)
-    blocks = None if num_rows == 1 else in_blocks(pairs, num_experts, tiles.rows)
+    pairs = chosen.reshape(-1).contiguous()
+    tiles = up.tiles(len(pairs), rows.dtype)
+    blocks = None if num_rows == 1 else in_blocks(pairs, up.num_experts, tiles.rows)
     gated = gate(up.product(rows.contiguous(), blocks, pairs, tiles, pairs_of_row=k))
     weighted = down.product(
         gated, blocks, pairs, tiles, pairs_of_row=1, shares=shares.reshape(-1).contiguous()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvboost.model.triton.host import send
-from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers
+from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers, halves
 from kvboost.model.triton.scores import channels_of
 
 ROWS = 32
@@ -26,14 +26,15 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 class Source:
     """Rows ``[2, layers, kv_heads, tokens, dim]`` on a device, described for a kernel once:
-    asking a tensor for its address and strides takes the host microseconds."""
+    asking a tensor for its address and strides takes the host microseconds. Or rows that are keys
+    and values in one, ``[1, layers, kv_heads, tokens, 2 * dim]``."""
 
     __slots__ = ("numbers", "tensor")
 
     def __init__(self, tensor: torch.Tensor, page_step: int = 0) -> None:
         """With a ``page_step``, the tensor is the first of many pages: each begins so many strides
         of a token after the one before it, and has a multiple of ``ROWS`` rows."""
-        self.tensor = tensor
+        self.tensor = tensor = halves(tensor[0]) if len(tensor) == 1 else tensor
         self.numbers = (tensor.data_ptr(), *tensor.stride()[:4], tensor.shape[3], page_step)
         """The address, the strides of all but the last dimension, the number of tokens, and the
         step to the next page."""

@@ -1,4 +1,9 @@
-"""KV in pages, and where rows are in it."""
+"""KV in pages, and where rows are in it.
+
+A row of a page is a key and then a value. Where a row is both in one (latents), attention reads it
+as such. All other kernels take its first half for a key and its second half for a value: channels
+that rotate are in the first.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,18 @@ def check_pages(pages: torch.Tensor) -> tuple[int, int, int]:
         )
     _, kv_heads, page, width = pages.shape
     return kv_heads, page, width // 2
+
+
+def halves(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that are keys and values in one, ``[..., 2 * dim]``, as keys and values ``[2, ...,
+    dim]``: a view."""
+    return rows.unflatten(-1, (2, -1)).movedim(-2, 0)
+
+
+def are_joined(keys: torch.Tensor, values: torch.Tensor, dim: int) -> bool:
+    """Whether ``keys`` and ``values`` of rows are the same, given twice, and each is both in
+    one."""
+    return keys.shape[-1] == 2 * dim and keys.data_ptr() == values.data_ptr()
 
 
 def slots_of(positions: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:

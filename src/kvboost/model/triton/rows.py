@@ -66,13 +66,15 @@ class Tile:
         _, page, dim = check_pages(pages)
         tile = cls.pick(num_rows, pages.dtype, dim)
         can_copy = copies_tiles(pages.device, pages.dtype, dim) and pages.is_contiguous()
-        if tile.rows == FEW_ROWS or page != COPIED.keys or not can_copy:
+        if tile.rows == FEW_ROWS or not can_copy or page != COPIED[dim].keys:
             return tile
-        return replace(COPIED, reads="pages")
+        return replace(COPIED[dim], reads="pages")
 
 
 def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     """All tiles that are picked for heads of dimension ``dim``, for few rows first."""
+    if dim > 256 and dtype.itemsize == 2:  # latents, whose results are as wide as whole rows
+        return [Tile(FEW_ROWS, 32, 4, 2), Tile(64, 32, 8, 2)]
     if dim > 128:  # larger tiles would not fit the memory that programs share
         stages = 1 if dtype == torch.float32 else 2
         return [
@@ -84,22 +86,29 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     return [Tile(FEW_ROWS, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
-COPIED = Tile(64, 64, 4, 3)
-"""For keys that Hopper's units copy. Measured: programs of one warp group, two of them on a
-processor, so that one computes products while the other computes exponentials."""
+HALF_LATENT = 288
+"""The dimension of the most usual latents, as kernels that move rows see them: 64 channels rotate,
+512 do not."""
+COPIED = {
+    **dict.fromkeys((64, 128), Tile(64, 64, 4, 3)),
+    HALF_LATENT: Tile(64, 64, 8, 2),
+}
+"""For keys of some dimensions, which Hopper's units copy. Measured for all but latents: programs of
+one warp group, two of them on a processor, so that one computes products while the other computes
+exponentials."""
 
 
 def copies_tiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether ``COPIED`` serves best."""
+    """Whether a tile of ``COPIED`` serves best."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and dtype.itemsize == 2 and dim in (64, 128)
+    return is_hopper and dtype.itemsize == 2 and dim in COPIED
 
 
 def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
     """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
     are better copied into one piece."""
     can_copy = num_rows >= LEAST_DENSE and copies_tiles(device, dtype, dim)
-    return replace(COPIED, reads="piece") if can_copy else None
+    return replace(COPIED[dim], reads="piece") if can_copy else None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvboost.model.triton.host import send_into
-from kvboost.model.triton.pages import check_pages
+from kvboost.model.triton.pages import are_joined, check_pages, halves
 from kvboost.model.triton.scores import channels_of
 
 COMPARED_ROWS = 16
@@ -24,7 +24,8 @@ ROWS = 32
 MOST_PROGRAMS = 256
 """Programs that shift rows of one head, several times if there are more rows. A captured plan is
 mostly padding, and a program that finds none but that ends."""
-WARPS = 4
+WARPS, WIDE_ROWS = 4, 256
+"""Programs of wider rows have twice as many warps: their errors would not fit registers."""
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -198,8 +199,8 @@ def _errors_kernel(
     pages, page_stride, head_stride, token_stride, fresh, num_fresh, weights, num_spans, bounds,
     table, cos, sin, offsets, error_weight,
     DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    WIDE_BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, JOINED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, WIDE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The offsets of one span's blocks in one head: of keys at position 0, and of values."""
     span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -215,7 +216,7 @@ def _errors_kernel(
         row = start + tl.arange(0, ROWS)
         _, _, _, _, _, of_keys, of_values = _errors(
             keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
-            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED,
+            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED, JOINED,
         )  # fmt: skip
         square_keys += of_keys
         square_values += of_values
@@ -237,7 +238,7 @@ def _errors_kernel(
         used = row < end
         position, x, y, plain, value, of_keys, of_values = _errors(
             keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
-            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED,
+            fresh, num_fresh, row, end, DIM, WIDE, PAIRS, WIDE_PAIRS, PAGE, INTERLEAVED, JOINED,
         )  # fmt: skip
         weight = tl.load(
             weights + row[None, :] * BLOCKS + block,
@@ -275,11 +276,12 @@ def _errors(
     keys, key_row_stride, values, value_row_stride, pages, page_stride, token_stride, table,
     fresh, num_fresh, row, end,
     DIM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, WIDE_PAIRS: tl.constexpr,
-    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """The positions of some recomputed rows, ``[rows, 1]``, and by how much they differ from the
     stale ones in one head: keys in the first and the second channels of each pair and in those that
-    do not rotate, and values; then the squared differences of keys and of values."""
+    do not rotate, and values; then the squared differences of keys and of values, or of both if
+    these are ``JOINED`` in one row."""
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
     used = row < end
@@ -296,7 +298,11 @@ def _errors(
     of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
     if 2 * PAIRS < DIM:  # some channels do not rotate
         of_keys += tl.sum(plain * plain, 1)
-    return position[:, None], x, y, plain, other, of_keys, tl.sum(other * other, 1)
+    of_values = tl.sum(other * other, 1)
+    if JOINED:
+        of_keys += of_values
+        of_values = of_keys
+    return position[:, None], x, y, plain, other, of_keys, of_values
 
 
 @triton.jit
@@ -366,8 +372,11 @@ def shift(
     stale rows in ``pages`` of one layer, and shifts the other rows of the moved spans there. Fresh
     rows are not written. ``cos_sin`` are float32 ``[positions, pairs]``: the layer's rotation to
     each position, of pairs as in ``move``. A fresh row counts ``1 / (1 + error_weight * e)`` times,
-    where ``e`` is its squared error relative to the mean of its span."""
+    where ``e`` is its squared error relative to the mean of its span. Rows that are keys and values
+    in one are given twice, as wide as those of pages."""
     kv_heads, page, dim = check_pages(pages)
+    if joined := are_joined(keys, values, dim):
+        keys, values = halves(keys)
     cos, sin = (part.contiguous() for part in cos_sin)
     keys, values = (part if part.stride(2) == 1 else part.contiguous() for part in (keys, values))
     spans, blocks, pairs = plan.most_spans, plan.num_blocks, cos.shape[1]
@@ -384,13 +393,14 @@ def shift(
         "WIDE_PAIRS": triton.next_power_of_2(pairs),
         "PAGE": page,
         "INTERLEAVED": interleaved,
-        "num_warps": WARPS,
+        "num_warps": WARPS if dim <= WIDE_ROWS else 2 * WARPS,
     }
     _errors_kernel[(spans, kv_heads)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
         *(plan.fresh, plan.num_fresh, plan.weights, plan.num_spans, plan.bounds, plan.table),
         *(cos, sin, offsets, error_weight),
+        JOINED=joined,
         ROWS=COMPARED_ROWS,
         BLOCKS=blocks,
         WIDE_BLOCKS=max(16, triton.next_power_of_2(blocks)),

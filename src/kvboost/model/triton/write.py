@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost.model.triton.pages import check_pages
+from kvboost.model.triton.pages import are_joined, check_pages, halves
 
 ROWS = 16
 """Rows of one program."""
@@ -40,8 +40,10 @@ def write(
 ) -> None:
     """Writes ``keys`` and ``values``, ``[rows, kv_heads, dim]``, into a layer's ``pages``,
     ``[pages, kv_heads, page, 2 * dim]``, at ``slots``, int64 ``[rows]``. A row whose slot is
-    negative is not written."""
+    negative is not written. Rows that are both are given twice, as wide as those of pages."""
     kv_heads, page, dim = check_pages(pages)
+    if are_joined(keys, values, dim):
+        keys, values = halves(keys)
     expected = (len(slots), kv_heads, dim)
     for name, part in (("keys", keys), ("values", values)):
         if part.shape != expected or part.dtype != pages.dtype:

@@ -62,7 +62,7 @@ class ImageReader:
         self._found: OrderedDict[bytes, FoundImage] = OrderedDict()
         """By the hash of the file, without the file."""
         self._text_size = 0
-        self._pixels = Kept[Pixels](KEPT_PIXEL_BYTES, _nbytes)
+        self.kept = Kept[Pixels](KEPT_PIXEL_BYTES, _nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageReader, (self._model_type, self._tile, self.row_id, self._processor)
@@ -91,7 +91,7 @@ class ImageReader:
         rows = text.count(self._tile.row)
         found = FoundImage(data, digest, rows, text, grid)
         self._remember(name, replace(found, data=b""))
-        self._pixels.put(digest, pixels)
+        self.kept.put(digest, pixels)
         return found
 
     def _remember(self, name: bytes, found: FoundImage) -> None:
@@ -107,7 +107,7 @@ class ImageReader:
 
     def kept_pixels(self, digest: bytes) -> Pixels | None:
         """The vision tower's input for an image, if it was made a short while ago."""
-        return self._pixels.get(digest)
+        return self.kept.get(digest)
 
     def pixels(self, data: bytes, digest: bytes) -> Pixels:
         """The same of an image that was read, here or in another process."""
@@ -119,7 +119,7 @@ class ImageReader:
                 "an image was read as another one before: the processes of this server have "
                 "different versions of Pillow or transformers; install the same in all"
             )
-        self._pixels.put(digest, pixels)
+        self.kept.put(digest, pixels)
         return pixels
 
     def _process(

@@ -35,7 +35,7 @@ class VisionTower:
     def __init__(self, forward: Forward, reader: ImageReader) -> None:
         self._forward = forward
         self.reader = reader
-        self._kept = Kept[torch.Tensor](KEPT_FEATURE_BYTES, lambda features: features.nbytes)
+        self.kept = Kept[torch.Tensor](KEPT_FEATURE_BYTES, lambda features: features.nbytes)
         self.num_images = 0
         """The number of images that have gone through the tower."""
 
@@ -60,7 +60,7 @@ class VisionTower:
     ) -> Generator[Awaited, object, torch.Tensor]:
         """The features ``[num_rows, parts, width]`` of an image, on the model's device. Yields
         between its tiles, and while another thread decodes it: what tells whether it has."""
-        if (known := self._kept.get(digest)) is not None:
+        if (known := self.kept.get(digest)) is not None:
             return known
         pixels = self.reader.kept_pixels(digest)
         if pixels is None:
@@ -85,7 +85,7 @@ class VisionTower:
         found = torch.cat(parts)
         if found.shape[0] != num_rows:
             raise RuntimeError(f"{found.shape[0]} features for {num_rows} rows of an image")
-        self._kept.put(digest, found)
+        self.kept.put(digest, found)
         return found
 
     def _run(self, tiles: Pixels) -> torch.Tensor:

@@ -45,6 +45,9 @@ MOST_SCORED = 64
 """The most rows of a segment whose logits are asked for."""
 MOST_MISSED = 8
 """A size that was missing so often is recorded while requests wait."""
+MOST_ABSORBED = 1 << 28
+"""Rows times heads times keys: more of consecutive rows over latents run sooner without a graph,
+which could not expand the latents of all keys. Estimated, not measured."""
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 
@@ -198,9 +201,16 @@ class SegmentForwards:
             and segment.num_logits <= (MOST_SCORED if kind == SCORED else 1)
             and segment.sampler is None
             and not segment.as_stock
+            and not self._is_better_expanded(segment)
             and kv.own_start <= segment.first
             and segment.end <= kv.capacity <= MOST_KEYS
         )
+
+    def _is_better_expanded(self, segment: Segment) -> bool:
+        """Whether so many rows of latents attend to so many that expanding these pays."""
+        if self.slab.shape.sides == 2 or not segment.is_plain:
+            return False
+        return self._heads * len(segment) * segment.end > MOST_ABSORBED
 
     def run(self, segment: Segment) -> torch.Tensor | None:
         """The logits of a segment, ``[num_logits, vocab]``; None if it does not fit."""

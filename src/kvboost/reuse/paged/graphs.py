@@ -326,6 +326,7 @@ class FixedMass(FixedHook[PagedMass]):
             softcap=rules.softcap,
             absent=self._absent,
             sinks=rules.sinks,
+            rotated=rules.rotated,
         )
         if layer == self._bands.last:
             raise EnoughLayers

@@ -43,7 +43,8 @@ class KVPages(Protocol):
 
     @property
     def caches(self) -> Sequence[torch.Tensor]:
-        """Of each layer ``[pages, kv_heads, size, 2 * head_dim]``."""
+        """Of each layer ``[pages, kv_heads, size, 2 * head_dim]``, or as wide as ``head_dim`` if
+        rows are keys and values in one."""
 
     @property
     def size(self) -> int:
@@ -80,7 +81,14 @@ class GpuKernels:
     def warm_up(self, heads: int) -> None:
         """Compiles the kernels, so that no request waits for it."""
         pairs = self.rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
-        warm_up(self._layers, heads, pairs, BLOCKS, interleaved=self.rotation.interleaved)
+        warm_up(
+            self._layers,
+            heads,
+            pairs,
+            BLOCKS,
+            interleaved=self.rotation.interleaved,
+            joined=self.pages.head_dim > self._layers.dim,
+        )
 
     def place_rows(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
         """Writes the rows of hits into pages, their keys rotated, in all layers at once, group by
@@ -266,6 +274,7 @@ class PagedMass(Hook):
             softcap=rules.softcap,
             absent=self._absent,
             sinks=rules.sinks,
+            rotated=rules.rotated,
         )
         if layer == self.seen.bands.last:
             self.give(self._mass)

@@ -59,7 +59,7 @@ class PagedData(KVData):
         slab = paged[0].kept.slab
         numbers = [page for one in paged for page in one.kept.pages]
         pages = to_device(numbers, torch.int64, slab.shape.device)
-        found = slab.data.index_select(1, pages).unflatten(-1, (2, -1))
+        found = slab.data.index_select(1, pages).unflatten(-1, (slab.shape.sides, -1))
         rows = found.permute(4, 0, 2, 1, 3, 5).flatten(3, 4)
         sizes = [len(one.kept.pages) * PAGE for one in paged]
         return [

@@ -37,7 +37,7 @@ class Follower:
         self._ram: RamTier
         self._kvs: dict[int, RequestKV] = {}
         self._parts: dict[int, KVData] = {}
-        self._hook: Hook | None = None
+        self._hooks: list[Hook] = []
 
     def serve(self) -> None:
         """Returns when rank 0 has ended, or when this rank has failed."""
@@ -94,15 +94,13 @@ class Follower:
     def run(self, several: Sequence[SegmentMessage]) -> None:
         """Runs segments, together with all ranks."""
         segments = [one.make(self._kvs[one.kv], self._rotation) for one in several]
-        self._hook = segments[-1].hook
+        self._hooks = [segment.hook for segment in segments if segment.hook is not None]
         self._model.forward(segments)
 
-    def observed(self) -> torch.Tensor:
-        """What the hook of the last segment has observed."""
-        assert self._hook is not None
-        found = self._hook.observed()
-        assert found is not None
-        return found.cpu()
+    def observed(self) -> list[torch.Tensor | None]:
+        """What each hook of the last forward has observed; None for one that observes nothing."""
+        found = [hook.observed() for hook in self._hooks]
+        return [None if seen is None else seen.cpu() for seen in found]
 
     def place(
         self,

@@ -90,7 +90,7 @@ class Ranks:
         on_close: Callable[[], None],
     ) -> None:
         self.size = len(links) + 1
-        self._processes = processes
+        self.processes = processes
         self._links = links
         self._on_close = on_close
         self._numbers = iter(range(sys.maxsize))
@@ -151,7 +151,7 @@ class Ranks:
         """Ends the other ranks."""
         for link in self._links:
             link.close()
-        for process in self._processes:
+        for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
             process.kill()
@@ -189,7 +189,7 @@ class Ranks:
                 f"{self._reason(error)}; the model is split over {self.size} ranks, which must all "
                 "run, so this engine serves no more requests: close it and make another one"
             )
-            for process in self._processes:
+            for process in self.processes:
                 process.kill()
             if isinstance(error, KVBoostError) or not isinstance(error, Exception):
                 raise  # it says what is wrong, or is an interrupt
@@ -198,7 +198,7 @@ class Ranks:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, _RankFailed):
             return str(error)
-        for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
+        for rank, (process, link) in enumerate(zip(self.processes, self._links, strict=True), 1):
             with suppress(EOFError, TimeoutError):
                 while True:
                     answer = link.receive(REASON_SECONDS)

@@ -40,11 +40,13 @@ class LeadingForward(PartForward):
             told = [SegmentMessage.of(segment, number_of(segment.kv)) for segment in segments]
             self._ranks.cast(Follower.run, told)
             logits = super().__call__(segments)
-            hook = segments[-1].hook
-            own = None if hook is None else hook.observed()
-            if hook is not None and own is not None:
-                assert len(segments) == 1, "a probe runs alone"
-                _add_up(own, self._ranks.ask(Follower.observed), averages=hook.averages)
+            hooks = [segment.hook for segment in segments if segment.hook is not None]
+            own = [hook.observed() for hook in hooks]
+            if any(seen is not None for seen in own):
+                others = zip(*self._ranks.ask(Follower.observed), strict=True)
+                for hook, seen, parts in zip(hooks, own, others, strict=True):
+                    if seen is not None:
+                        _add_up(seen, parts, averages=hook.averages)
             return logits
 
 
@@ -71,7 +73,7 @@ class ParallelRuntime(Runtime):
         owns_ranks: bool = True,
     ) -> None:
         """``owns_ranks``: whether the other ranks end with the engine."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._owns_ranks = owns_ranks
         try:
             ranks.cast(Follower.begin_engine, config.kv_cache_bits)
@@ -82,7 +84,7 @@ class ParallelRuntime(Runtime):
 
     @property
     def failure(self) -> KVBoostError | None:
-        return self._ranks.failure
+        return self.ranks.failure
 
     def close(self) -> None:
         try:
@@ -92,10 +94,10 @@ class ParallelRuntime(Runtime):
 
     def _end_ranks(self) -> None:
         if self._owns_ranks:
-            self._ranks.close()
+            self.ranks.close()
 
     def _make_backend(self) -> Backend:
-        return ParallelBackend(self._ranks, self.model, self._config)
+        return ParallelBackend(self.ranks, self.model, self._config)
 
 
 class ParallelBackend(Backend):

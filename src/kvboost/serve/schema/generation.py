@@ -95,7 +95,7 @@ class ReuseOptions(fields.OwnBody):
     )
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
-    strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
+    strategy: Literal["auto", "query", "cacheblend"] | None = None
     ratio: fields.Share | None = None
     reuse_moved: Literal["when_faster", "always"] | None = None
     """Whether moved text is reused where that is not expected to be faster."""

@@ -261,15 +261,15 @@ def test_questions_and_answers_have_bounds(server) -> None:
     with opened(server.url) as tier:
         assert all(tier.put(chunk) for chunk in chunks)
         asked: list[int] = []
-        backend = tier._backend
+        backend = tier.backend
         assert isinstance(backend, RedisBackend)
-        run = backend._run
+        run = backend.run
 
         def listen(*args: Any) -> Any:
             asked.append(len(args[-1]) // 16)
             return run(*args)
 
-        backend._run = listen  # type: ignore[method-assign]
+        backend.run = listen  # type: ignore[method-assign]
         everything = as_token_ids(np.concatenate([chunk.info.token_ids for chunk in chunks]))
         assert len(names(everything)) > 1024
         assert 200 < len(found_by(tier, everything)) <= 256

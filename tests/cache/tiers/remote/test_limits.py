@@ -76,14 +76,14 @@ def test_a_value_that_grows_while_it_is_read_is_not_received(
     chunk = big_chunk(1, 10 * PIECE_BYTES)
     with opened(server.url) as tier:
         assert tier.put(chunk)
-        run = tier._backend._run
+        run = tier.backend.run
 
         def grow(*args: Any) -> Any:
             answer = run(*args)
             server.client.hset(name_of(chunk), "9", LARGE)
             return answer
 
-        monkeypatch.setattr(tier._backend, "_run", grow)
+        monkeypatch.setattr(tier.backend, "run", grow)
         before = received(server)
         assert tier.get(chunk.key) is None
         assert received(server) - before < 11 * PIECE_BYTES
@@ -149,7 +149,7 @@ def test_a_huge_file_in_an_object_store_is_a_fault_that_is_not_read(
     with opened(url, PLENTY) as tier:
         assert tier.put(chunk)
         assert_same(tier.get(chunk.key, expected(chunk)), chunk)
-        backend = tier._backend
+        backend = tier.backend
         backend._do("pipe_file", backend._path(chunk.key), LARGE)
         read: list[int] = []
         do = backend._do

@@ -241,17 +241,17 @@ def test_a_chunk_that_is_evicted_while_it_is_read_is_a_miss(
 ) -> None:
     chunk = big_chunk(1, 10 * PIECE_BYTES)  # more than one answer
     with redis_tier(server) as tier:
-        backend = tier._backend
+        backend = tier.backend
         assert isinstance(backend, RedisBackend)
         assert tier.put(chunk)
-        run = backend._run
+        run = backend.run
 
         def evict_meanwhile(*args: Any) -> Any:
             answer = run(*args)
             server.client.delete(name_of(chunk))
             return answer
 
-        monkeypatch.setattr(backend, "_run", evict_meanwhile)
+        monkeypatch.setattr(backend, "run", evict_meanwhile)
         assert tier.get(chunk.key) is None
         assert tier.faults == {}
 
@@ -322,10 +322,10 @@ def test_an_announced_chunk_is_a_miss_and_the_next_writer_replaces_it(server: Re
     chunk = big_chunk(1)
     value = codec.encode(chunk)
     with redis_tier(server) as tier:
-        backend = tier._backend
+        backend = tier.backend
         assert isinstance(backend, RedisBackend)
         assert tier.put(big_chunk(2))  # the accounts exist
-        assert backend._run("reserve", chunk.key, len(value), PLENTY, "slow", 60) == b"go"
+        assert backend.run("reserve", chunk.key, len(value), PLENTY, "slow", 60) == b"go"
         server.client.hset("kvboost:1:part:slow", "header", value[:100])
         assert tier.get(chunk.key) is None
         assert not tier.contains_many([chunk.key])[0]
@@ -344,10 +344,10 @@ def test_a_deleted_chunk_is_not_finished(server: RedisServer) -> None:
     chunk = big_chunk(1)
     value = codec.encode(chunk)
     with redis_tier(server) as tier:
-        backend = tier._backend
+        backend = tier.backend
         assert isinstance(backend, RedisBackend)
         assert tier.put(big_chunk(2))
-        assert backend._run("reserve", chunk.key, len(value), PLENTY, "slow", 60) == b"go"
+        assert backend.run("reserve", chunk.key, len(value), PLENTY, "slow", 60) == b"go"
         tier.delete(chunk.key)
         assert not backend._write(chunk.key, value, "slow")
         assert tier.keys() == [big_chunk(2).key]

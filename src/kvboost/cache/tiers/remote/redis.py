@@ -102,7 +102,7 @@ class RedisBackend:
     def get(self, key: ChunkKey, most_bytes: int | None = None) -> bytes | None:
         limits = PIECE_BYTES, codec.LONGEST_HEADER
         most = codec.MOST_BYTES if most_bytes is None else most_bytes
-        found = self._run("open", key, most, *limits, _PIECES_AT_ONCE)
+        found = self.run("open", key, most, *limits, _PIECES_AT_ONCE)
         if not found:
             return None
         if found == b"refused":
@@ -110,7 +110,7 @@ class RedisBackend:
         writer, last, pieces = found
         while len(pieces) <= last:
             end = min(last, len(pieces) + _PIECES_AT_ONCE - 1)
-            some = self._run("read", key, writer, len(pieces), end, *limits)
+            some = self.run("read", key, writer, len(pieces), end, *limits)
             if not some:
                 return None  # evicted, or being written anew
             pieces += some
@@ -124,16 +124,16 @@ class RedisBackend:
             return False
         writer = secrets.token_hex(8)
         request = ("reserve", key, size, self.max_bytes, writer, _UNFINISHED_SECONDS)
-        answer = self._run(*request)
+        answer = self.run(*request)
         if answer == b"lost":
             self._recount()
-            answer = self._run(*request)
+            answer = self.run(*request)
         if answer != b"go":
             return bool(answer == b"here")
         try:
             return self._write(key, value, writer, marks, in_front=in_front)
         except redis.ResponseError:
-            self._run("abandon", key, writer)
+            self.run("abandon", key, writer)
             raise
 
     def _write(
@@ -165,10 +165,10 @@ class RedisBackend:
         return True
 
     def delete(self, key: ChunkKey) -> None:
-        self._run("forget", key)
+        self.run("forget", key)
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return [found == 1 for found in self._run("contains", *keys)]
+        return [found == 1 for found in self.run("contains", *keys)]
 
     def keys(self) -> list[ChunkKey]:
         found: dict[ChunkKey, None] = {}  # a scan may meet one twice
@@ -190,17 +190,17 @@ class RedisBackend:
         self, keys: Sequence[ChunkKey], marks: Sequence[str], most: int, most_bytes: int
     ) -> list[tuple[ChunkKey, bytes]]:
         limits = most, most_bytes, codec.LONGEST_HEADER
-        found = self._run("find", *limits, "".join(keys), "".join(marks))
+        found = self.run("find", *limits, "".join(keys), "".join(marks))
         names = (ChunkKey(name.decode(errors="replace")) for name in found[::2])
         return list(zip(names, found[1::2], strict=True))
 
     def nbytes(self) -> int:
-        return int(self._run("total"))
+        return int(self.run("total"))
 
     def close(self) -> None:
         self._client.close()
 
-    def _run(self, *args: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         try:
             return self._client.evalsha(_SHA, len(_NAMES), *_NAMES, *args)
         except redis.exceptions.NoScriptError:
@@ -209,10 +209,10 @@ class RedisBackend:
 
     def _recount(self) -> None:
         """Restores the accounts from what is there. Several clients may do so at once."""
-        self._run("recount")
+        self.run("recount")
         for keys in self._scan():
-            self._run("adopt", *keys)
-        self._run("ready")
+            self.run("adopt", *keys)
+        self.run("ready")
 
     def _scan(self) -> Iterator[list[ChunkKey]]:
         """The keys of all chunks, whole or not, some at a time. A key may appear twice. Names that

@@ -83,7 +83,7 @@ class RemoteTier:
     def __init__(
         self, backend: Backend, breaker: Breaker | None = None, *, secret: Secret | None = None
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._breaker = breaker or Breaker()
         self._secret = secret
         self._refused: set[ChunkKey] = set()  # bad values that could not be deleted
@@ -94,12 +94,12 @@ class RemoteTier:
 
     @property
     def max_bytes(self) -> int:
-        return self._backend.max_bytes
+        return self.backend.max_bytes
 
     @property
     def nbytes(self) -> int:
         """Asks the store; 0 if it does not answer."""
-        return self._ask(self._backend.nbytes, 0)
+        return self._ask(self.backend.nbytes, 0)
 
     @property
     def faults(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ class RemoteTier:
         most = None if expected is None else expected.most_bytes
         value = None
         if key not in self._refused:
-            value = self._ask(lambda: self._backend.get(key, most), None)
+            value = self._ask(lambda: self.backend.get(key, most), None)
         chunk = None if value is None else self._decode(key, value, expected)
         with self._lock:
             if chunk is None:
@@ -148,27 +148,27 @@ class RemoteTier:
         return kept
 
     def delete(self, key: ChunkKey) -> None:
-        self._ask(lambda: self._backend.delete(key), None)
+        self._ask(lambda: self.backend.delete(key), None)
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` are there, in one round trip. Values that were refused do not count."""
         if not keys:
             return []
-        found = self._ask(lambda: self._backend.contains_many(keys), [False] * len(keys))
+        found = self._ask(lambda: self.backend.contains_many(keys), [False] * len(keys))
         return [has and key not in self._refused for key, has in zip(keys, found, strict=True)]
 
     def count(self, keys: Sequence[ChunkKey]) -> int | None:
         """The number of ``keys`` that are there, refused values included; None if the store does
         not answer."""
-        found = self._ask(lambda: self._backend.contains_many(keys), None) if keys else []
+        found = self._ask(lambda: self.backend.contains_many(keys), None) if keys else []
         return None if found is None else sum(found)
 
     def keys(self) -> list[ChunkKey]:
-        return self._ask(self._backend.keys, [])
+        return self._ask(self.backend.keys, [])
 
     def list_chunks(self) -> Listing:
         """The chunks that are there; reads all headers, a few at a time."""
-        keys = self._ask(self._backend.keys, None)
+        keys = self._ask(self.backend.keys, None)
         if keys is None:
             return Listing(is_complete=False)
         infos: list[ChunkInfo] = []
@@ -176,7 +176,7 @@ class RemoteTier:
         is_complete = True
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
-            headers = self._ask(partial(self._backend.headers, some), None)
+            headers = self._ask(partial(self.backend.headers, some), None)
             if headers is None:
                 is_complete = False
                 continue
@@ -192,7 +192,7 @@ class RemoteTier:
     @property
     def has_index(self) -> bool:
         """Whether chunks can be found by their text."""
-        return self._backend.has_index
+        return self.backend.has_index
 
     def find(self, root: ChunkKey, texts: Sequence[TokenIds]) -> list[ChunkInfo]:
         """Chunks of ``root`` that have a mark in common with one of ``texts``, in one round trip.
@@ -218,7 +218,7 @@ class RemoteTier:
     def close(self) -> None:
         """Closes connections; every later call is a miss."""
         self._closed = True
-        self._backend.close()
+        self.backend.close()
 
     def _ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The answer; ``otherwise`` if there is none or the breaker is open."""
@@ -231,7 +231,7 @@ class RemoteTier:
             answered = True
             return answer
         except Exception as error:
-            fault = self._backend.fault(error)
+            fault = self.backend.fault(error)
             self._count(fault)
             answered = fault in _HARMLESS
             return otherwise
@@ -240,17 +240,17 @@ class RemoteTier:
 
     def _put(self, chunk: KVChunk) -> bool:
         # Asking costs less than encoding a chunk that is already there.
-        if self._backend.contains_many([chunk.key])[0]:
+        if self.backend.contains_many([chunk.key])[0]:
             return True
         value, info = codec.encode(chunk, self._secret), chunk.info
         if not self.has_index:
-            return self._backend.put(chunk.key, value)
+            return self.backend.put(chunk.key, value)
         names = list(dict.fromkeys(self._marks(info.root, info.token_ids)))
         names = _spread(names, _MOST_MARKS)
         if info.parent == info.before != info.root:
             names.append(_mark_after(info.parent))
         # What was computed on moved text serves where there is nothing better.
-        return self._backend.put(chunk.key, value, names, in_front=info.lineage is Lineage.EXACT)
+        return self.backend.put(chunk.key, value, names, in_front=info.lineage is Lineage.EXACT)
 
     def _marks(self, root: ChunkKey, token_ids: TokenIds) -> list[str]:
         """The names of the marks of a text. Those of other roots and other secrets differ."""
@@ -264,7 +264,7 @@ class RemoteTier:
         nothing: list[tuple[ChunkKey, bytes]] = []
         infos = [
             info
-            for key, header in self._ask(lambda: self._backend.find(names, keys), nothing)
+            for key, header in self._ask(lambda: self.backend.find(names, keys), nothing)
             if key not in self._refused
             and (info := self._read_header(key, header)) is not None
             and info.root == root
@@ -307,7 +307,7 @@ class RemoteTier:
             )
 
     def _delete(self, key: ChunkKey) -> bool:
-        self._backend.delete(key)
+        self.backend.delete(key)
         return True
 
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
