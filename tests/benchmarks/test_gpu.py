@@ -13,7 +13,7 @@ from kvboost import StockModel
 from kvboost.errors import KVBoostError
 
 
-def answered_together(self: StockModel, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+def answered_together(_: StockModel, prompts: list[list[int]], tokens: int) -> list[list[float]]:
     """A second to read, then ten milliseconds a token."""
     return [[1 + 0.01 * token for token in range(tokens)] for _ in prompts]
 
@@ -31,7 +31,7 @@ def test_a_tiny_shape_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TOGETHER", 32)
     monkeypatch.setattr(gpu, "DOCUMENTS", 2)
     # On a CPU, transformers' own takes most of the memory for its cache.
-    monkeypatch.setattr(StockModel, "continuous_batching", answered_together)
+    monkeypatch.setattr(gpu, "answered_together", answered_together)
     given = {"shapes": ("tiny",), "lengths": (512,), "requests": (1, 2), "rounds": 1}
     record, shown = perform(**given)
     assert "problems" not in record, record["problems"]
