@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from transformers import DynamicCache
 
 from benchmarks.entries import BENCHMARKS
 from benchmarks.shapes import DTYPES, SHAPES, device_for, number_tokenizer, random_model
@@ -270,8 +271,19 @@ class _Run:
         self._forward.release()
         size = (1, shape.num_kv_heads, self._settings.tokens, shape.head_dim)
         rows = (torch.randn(size, dtype=shape.dtype, device=self._device) for _ in range(2))
-        cache = stock.offloaded_cache(*rows)
+        cache = _offloaded_cache(stock, *rows)
         self._timed(STOCK, lambda: stock.next_token([7], cache), least=1)
+
+
+@torch.inference_mode()
+def _offloaded_cache(stock: StockModel, keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
+    """A cache that holds its layers on the host and copies each to the device and back, as
+    transformers does it. All layers hold ``keys`` and ``values``, ``[1, kv_heads, tokens,
+    head_dim]``."""
+    cache = DynamicCache(config=stock.model.config, offloading=True)
+    for layer in range(stock.model.config.num_hidden_layers):
+        cache.update(keys, values, layer)
+    return cache
 
 
 class _Fixed:

@@ -7,12 +7,13 @@ difference between a long and a short answer divided by the tokens between them.
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -43,7 +44,7 @@ from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import Contender, interleave, take_turns
 from kvboost.config import DEFAULT_RATIO
 from kvboost.errors import KVBoostError
-from kvboost.model.loading.machine import copy_bandwidth, gpu_kernels
+from kvboost.model.loading.machine import copy_bandwidth
 from kvboost.model.quantized.layers import weights_of
 
 OURS, VLLM, STOCK, BATCHING = "KVBoost", "vLLM", "transformers", "continuous batching"
@@ -249,7 +250,7 @@ class Ours:
 
     def _kernels(self, name: str, run: Callable[[], object]) -> None:
         """Shows what the GPU does meanwhile, and how busy it is."""
-        spans = gpu_kernels(run)
+        spans = _gpu_kernels(run)
         spent: dict[str, float] = defaultdict(float)
         for kernel, start, end in spans:
             spent[kernel] += end - start
@@ -328,12 +329,44 @@ def _stock(stock: StockModel, settings: Settings, times: Times) -> None:
         times.setdefault(STEP, {})[requests] = step
 
 
+def answered_together(
+    stock: StockModel, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[list[float]]:
+    """The times, in seconds, at which transformers' own continuous batching gives the tokens of
+    each answer; raises RuntimeError if it does not answer all prompts."""
+    config = copy.deepcopy(stock.model.generation_config)
+    config.do_sample = False
+    found = stock.model.generate_batch(
+        [list(prompt) for prompt in prompts],
+        config,
+        max_new_tokens=tokens,
+        record_timestamps=True,
+    )
+    times = [list(one.timestamps or ()) for one in found.values()]
+    if len(times) != len(prompts) or any(len(some) != tokens for some in times):
+        raise RuntimeError(f"{len(times)} of {len(prompts)} prompts were answered in full")
+    return times
+
+
 def _continuous_batching(stock: StockModel, settings: Settings, times: Times) -> None:
     """By the second half of the answers, when all requests decode."""
     for requests in settings.requests:
-        answers = stock.continuous_batching(_prompts(requests), LONG)
+        answers = answered_together(stock, _prompts(requests), LONG)
         each = [(some[-1] - some[LONG // 2]) / (LONG - 1 - LONG // 2) for some in answers]
         times.setdefault(STEP, {})[requests] = statistics.median(each) * 1e3
+
+
+def _gpu_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of everything that the GPU does during ``run``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if "CUDA" in str(event.device_type)
+    ]
+    return sorted(found, key=lambda kernel: kernel[1])
 
 
 def _ratio(times: dict[str, Times], what: str, at: int) -> float | None:
@@ -345,7 +378,7 @@ def _ratio(times: dict[str, Times], what: str, at: int) -> float | None:
 
 def _report(found: dict[str, Any], problems: list[str]) -> Report:
     shown = [_table(shape, one) for shape, one in found.items()]
-    return Report({"shapes": found}, shown, _goals(found), problems=problems)
+    return Report({"shapes": found}, shown, goals_of(found), problems=problems)
 
 
 def _table(shape: str, one: dict[str, Any]) -> RenderableType:
@@ -365,7 +398,7 @@ def _table(shape: str, one: dict[str, Any]) -> RenderableType:
     return table(title, ("",), (*times, "÷ vLLM", "of the limit"), rows)
 
 
-def _goals(found: dict[str, Any]) -> list[Goal]:
+def goals_of(found: dict[str, Any]) -> list[Goal]:
     """The worst of the shapes that a goal is about."""
     judged = []
     for shape, what, at, most in GOALS:

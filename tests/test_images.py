@@ -19,6 +19,7 @@ from support.tiny import in_slices, make_engine, tiny_model
 from support.vision_models import (
     about,
     file_of,
+    forget_images,
     make_vision_model,
     picture,
     stock_inputs,
@@ -115,7 +116,7 @@ def test_a_second_question_about_an_image_does_not_run_the_tower(name: str) -> N
         engine.generate(QUESTION, 1)
         assert towers(engine) == 1
         other = about(IMAGE, "Is it red?", "Look: ")
-        engine.model.vision._kept.clear()  # type: ignore[union-attr]
+        forget_images(engine.model.vision)
         answer = engine.generate(other, 4)
         assert towers(engine) == 1
         assert end_of_exact(answer) >= image_rows(engine, other).stop

@@ -27,7 +27,7 @@ from kvboost.model.loading.machine import bus_bandwidth
 from kvboost.model.streaming.layers import StreamedLayers
 from kvboost.model.streaming.place import Placement, place
 from kvboost.model.streaming.plan import DeviceBudget
-from kvboost.model.streaming.slots import CudaSlots, HostSlots
+from kvboost.model.streaming.slots import Copied, CudaSlots
 
 PROMPT = 32
 """Tokens of every prompt: reading it is one pass, as every step is."""
@@ -116,6 +116,34 @@ def make_engine(
     placement = engine.model.placement
     say((placement.note if placement else None) or "all layers fit")
     return engine
+
+
+class HostSlots:
+    """Slots in the machine's own memory, filled at once: they show what streaming does where there
+    is no GPU, and save nothing."""
+
+    def __init__(self, num_slots: int, num_bytes: int, device: torch.device) -> None:
+        self.buffers = torch.empty(num_slots, num_bytes, dtype=torch.uint8, device=device)
+
+    def fill(self, slot: int, source: torch.Tensor) -> None:
+        self.buffers[slot, : len(source)].copy_(source)
+
+    def copied(self) -> Copied:
+        return _DONE
+
+    def wait(self, slot: int) -> None:
+        """It is filled already."""
+
+    def release(self, slot: int) -> None:
+        """It is free already: what was asked for has been computed."""
+
+
+class _Done:
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+_DONE = _Done()
 
 
 def _weights(model: Any) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def stream(
     disk = frozenset(on_disk) - frozenset(resident)
     plan = LayerPlan(frozenset(resident), every - frozenset(resident) - disk, disk, 1 << 24, 2048)
     slots = LateSlots(num_slots, max(map(layer_bytes, layers)), torch.device(DEVICE))
-    streamed = stream_layers(layers, plan, slots, torch.device(DEVICE))
+    streamed = stream_layers(layers, plan, slots)
     return slots, Placement(plan, streamed)
 
 

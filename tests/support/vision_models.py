@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
+from kvboost.model.vision.kept import Kept
 from support.tiny import CONTEXT, DEVICE, byte_tokenizer, tiny_config, with_tower
 
 SIDE = 24
@@ -205,3 +206,9 @@ def stock_inputs(name: str, engine: KVBoost, messages: Any) -> dict[str, torch.T
 
 
 _OPTIONS = {"internvl": {"crop_to_patches": True}}
+
+
+def forget_images(tower: Any) -> None:
+    """What was made of images is made again from now on."""
+    for one in (tower, tower.reader):
+        one.kept = Kept(one.kept.most_bytes, lambda made: 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -13,32 +11,12 @@ from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.mixed import group_of, join_groups, states_of, with_states
 from kvboost.cache.quantize import KVData, NewRows, Quantizer
+from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.states import RowStates
 
 
-class KVRows(Protocol):
-    """A request's preallocated KV: see :class:`RequestKV`."""
-
-    @property
-    def number(self) -> int | None: ...
-
-    @property
-    def groups(self) -> Sequence[KVRows]:
-        """The rows of layers that are alike."""
-
-    @property
-    def states(self) -> RowStates | None: ...
-
-    def filling(self, start: int, end: int) -> AbstractContextManager[torch.Tensor]:
-        """Rows ``[start, end)``, ``[2, layers, kv_heads, end - start, head_dim]``, to be
-        overwritten until the context exits."""
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Rows ``[start, end)`` in the same shape, to be read."""
-
-
 def place(
-    hit: Hit, data: KVData, kv: KVRows, packer: Quantizer, share: float | None = None
+    hit: Hit, data: KVData, kv: RequestKV, packer: Quantizer, share: float | None = None
 ) -> None:
     """Copies the rows of a hit from its chunk's ``data`` into ``kv``. With a ``share``, they are
     mixed with the rows that are there, which have the rest."""
@@ -51,7 +29,7 @@ def place_rows(
     base: int,
     offset: int,
     where: range,
-    kv: KVRows,
+    kv: RequestKV,
     packer: Quantizer,
     share: float | None = None,
     turn: int = 0,
@@ -72,12 +50,12 @@ class Packer:
     def __init__(self, *quantizers: Quantizer) -> None:
         self._quantizers = quantizers
 
-    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+    def place(self, hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
         """As :func:`place`."""
         for number, (group, quantizer) in enumerate(zip(kv.groups, self._quantizers, strict=True)):
             place(hit, self._of_group(data, number), group, quantizer, share)
 
-    def packing(self, kv: KVRows) -> Pack:
+    def packing(self, kv: RequestKV) -> Pack:
         """Gives rows of ``kv`` for chunks."""
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
@@ -97,7 +75,7 @@ class Packer:
 
         return pack
 
-    def finish(self, kv: KVRows) -> None:
+    def finish(self, kv: RequestKV) -> None:
         """Every hit of a request is in place, and its data are still held."""
 
     def _of_group(self, data: KVData, number: int) -> KVData:
@@ -112,14 +90,14 @@ class StatePacker(Packer):
         self._rows = rows
         self._own = own
 
-    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+    def place(self, hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
         self._rows.place(hit, data, kv, share)
         _states(kv).place(hit.end, states_of(data))
 
-    def finish(self, kv: KVRows) -> None:
+    def finish(self, kv: RequestKV) -> None:
         _states(kv).resume()
 
-    def packing(self, kv: KVRows) -> Pack:
+    def packing(self, kv: RequestKV) -> Pack:
         pack_rows, states = self._rows.packing(kv), _states(kv)
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
@@ -133,6 +111,6 @@ class StatePacker(Packer):
         return pack
 
 
-def _states(kv: KVRows) -> RowStates:
+def _states(kv: RequestKV) -> RowStates:
     assert kv.states is not None
     return kv.states

@@ -20,16 +20,12 @@ from kvboost.reuse.repair import STRATEGIES, MovedText, RepairStep
 from kvboost.reuse.shift import Positions, Spans, Which
 
 
-class ShiftedRows(Protocol):
-    """The rows of a request."""
+class RepairedRows(Protocol):
+    """The rows of a request, wherever they are: in a buffer, in our pages or in vLLM's."""
 
     def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
         there is nothing to shift."""
-
-
-class RepairedRows(ShiftedRows, Protocol):
-    """The same, wherever they are: in a buffer, in our pages or in vLLM's."""
 
     def probe(self, probe: Probe, positions: torch.Tensor) -> Hook:
         """The hook that observes here what ``probe`` asks for, of the rows at ``positions``."""
@@ -42,7 +38,7 @@ Given = torch.Tensor | None
 def repair_rows(
     moved: MovedText,
     repair: RepairParams,
-    rows: ShiftedRows,
+    rows: RepairedRows | None,
     slice_rows: int,
     *,
     end: int | None = None,
@@ -50,8 +46,8 @@ def repair_rows(
 ) -> Generator[RepairStep, Given, tuple[Which, list[torch.Tensor]]]:
     """Chooses rows with the strategy of ``repair`` and computes them, together with those that are
     not known, before row ``end``, ``slice_rows`` at a time. Rows of an interval ``[start, end)`` of
-    ``together`` are in one step. Returns which moved rows were chosen, and the logits of the
-    steps."""
+    ``together`` are in one step. Others are shifted if there are ``rows``. Returns which moved rows
+    were chosen, and the logits of the steps."""
     for probe in moved.probes(repair):  # noqa: UP028 - a list cannot be sent logits
         yield probe
     spans = moved.spans()
@@ -64,7 +60,7 @@ def repair_rows(
     while (start := stop) < len(positions):
         stop = step_end(positions, start, start + slice_rows, together)
         part, hook = positions[start:stop], None
-        if choice.shift:
+        if choice.shift and rows is not None:
             # A slice shifts the rows between the end of the last slice and its own, once.
             until = int(part[-1]) + 1
             hook = rows.shift(part, spans.between(since, until))

@@ -18,11 +18,10 @@ from kvboost.model.execution.sampling import describe_rows
 from kvboost.model.execution.segment import Segment
 from kvboost.model.execution.states import RowStates
 from kvboost.reuse.copies import further_copies
-from kvboost.reuse.driver import ShiftedRows, repair_rows
+from kvboost.reuse.driver import repair_rows
 from kvboost.reuse.plan import LEAST_TOKENS, Plan
 from kvboost.reuse.repair import MovedText, RepairStep
 from kvboost.reuse.request import RequestRows
-from kvboost.reuse.shift import Positions, Spans
 from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.planner import Lookup
@@ -35,16 +34,6 @@ DESCRIBED_ROWS = 128
 """Rows whose logits are held at a time, if the prompt's tokens are described too."""
 YIELD_AFTER_SECONDS = 0.02
 """How long a request of a batch may place rows before it lets the other requests run."""
-
-
-class _Unshifted:
-    """Rows that are not shifted: the shift takes their numbers for what keys are rotated by."""
-
-    def shift(self, positions: Positions, spans: Spans) -> None:
-        return None
-
-
-UNSHIFTED = _Unshifted()
 
 
 class Prefill:
@@ -245,8 +234,9 @@ class Prefill:
             own.clear(unknown)
         moved = MovedText(plan, self._live_end, self.kv.shape.num_layers)
         slice_rows = min(filter(None, (runtime.backend.prefill_slice, own.slice_rows)))
-        rows: ShiftedRows = UNSHIFTED if self._request.is_spatial else own
-        steps = repair_rows(moved, repair, rows, slice_rows, together=self.sight.whole)
+        # The shift takes the numbers of rows for what their keys are rotated by.
+        shifted = None if self._request.is_spatial else own
+        steps = repair_rows(moved, repair, shifted, slice_rows, together=self.sight.whole)
         given: torch.Tensor | None = None
         before = "repair"
         while True:

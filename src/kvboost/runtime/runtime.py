@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError
 from kvboost.model.execution.states import RowStates
 from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.machine import release_freed_memory
 from kvboost.model.paged.pool import why_buffers
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
@@ -230,11 +228,10 @@ class Trimmer:
 
     A forward allocates and frees tensors of many sizes, and longer-lived objects end up between
     them. Without trimming, the heap of a long-running process grows to a multiple of what is in
-    use. Trimming takes a few milliseconds.
+    use.
     """
 
     def __init__(self) -> None:
-        self._trim = _malloc_trim()
         self._requests = 0
         self._lock = threading.Lock()
 
@@ -243,16 +240,5 @@ class Trimmer:
         with self._lock:
             self._requests += 1
             due = self._requests % TRIM_EVERY == 0
-        if due and self._trim is not None:
-            self._trim(0)
-
-
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``. Other C libraries have no such function."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return trim
+        if due:
+            release_freed_memory()

@@ -65,11 +65,12 @@ def test_a_file_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = reader.read(data, LIMITS)
     assert reader.read(data, LIMITS) == first and reader.pixels(data, first.digest)
     assert processed == 1
-    monkeypatch.setattr(module, "KEPT_PIXEL_BYTES", 1)
+    monkeypatch.setattr(reader.kept, "most_bytes", 1)
     second = reader.read(file_of(picture(5)), LIMITS)
-    assert list(reader._pixels) == [second.digest], "the last one stays"
+    assert reader.kept_pixels(first.digest) is None
+    assert reader.kept_pixels(second.digest) is not None, "the last one stays"
     reader.pixels(data, first.digest)
-    assert processed == 3 and list(reader._pixels) == [first.digest]
+    assert processed == 3 and reader.kept_pixels(second.digest) is None
     monkeypatch.setattr(module, "KEPT_IMAGES", 1)
     reader.read(file_of(picture(6)), LIMITS)
     assert len(reader._found) == 1

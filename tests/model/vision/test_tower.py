@@ -11,9 +11,8 @@ import torch
 
 from kvboost import ImageError, KVBoost
 from kvboost.config import ImageLimits
-from kvboost.model.vision import tower as module
 from kvboost.model.vision.tower import VisionTower
-from support.vision_models import file_of, picture, vision_engine
+from support.vision_models import file_of, forget_images, picture, vision_engine
 
 WIDE = file_of(picture(1, 50, 30))
 
@@ -53,8 +52,7 @@ def test_others_run_while_a_thread_decodes(
     tower: Any = engine.model.vision
     expected, _ = run(tower, WIDE)
     found = tower.reader.read(WIDE, ImageLimits())
-    tower._kept.clear()
-    tower.reader._pixels.clear()
+    forget_images(tower)
     go, read = threading.Event(), tower.reader.pixels
 
     def slowly(*given: Any) -> Any:
@@ -72,18 +70,18 @@ def test_others_run_while_a_thread_decodes(
         except StopIteration as end:
             assert torch.equal(end.value, expected)
             break
-    tower._kept.clear()
-    tower.reader._pixels.clear()
+    forget_images(tower)
     with pytest.raises(ImageError):
         list(tower.features(b"no image", b"digest", 1))
 
 
 def test_features_have_a_budget(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
     tower: Any = engine.model.vision
-    monkeypatch.setattr(module, "KEPT_FEATURE_BYTES", 1)
+    monkeypatch.setattr(tower.kept, "most_bytes", 1)
     run(tower, WIDE)
     run(tower, file_of(picture(2)))
-    assert len(tower._kept) == 1 and tower.num_images == 2
+    run(tower, file_of(picture(2)))
+    assert tower.num_images == 2, "the last one stays"
     run(tower, WIDE)
     assert tower.num_images == 3
 

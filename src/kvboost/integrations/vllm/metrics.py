@@ -14,6 +14,29 @@ from kvboost.integrations.vllm.tally import OUTCOMES, PUT_OFF, SOURCES, merge
 PREFIX = "vllm:kvboost_"
 """vLLM removes metrics from the registry by their prefix when an engine is made anew."""
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_COUNTERS = {
+    "tokens": (
+        "prompt_tokens",
+        "Prompt rows that KVBoost put into pages, by source; moved: used as stored, recomputed: "
+        "moved and then computed again, computed: not known",
+        "source",
+        SOURCES,
+    ),
+    "loads": (
+        "loads",
+        "Requests that KVBoost loaded rows for; failed: vLLM computed them",
+        "outcome",
+        OUTCOMES,
+    ),
+    "put_off": (
+        "put_off",
+        "Requests whose rows were to be kept later, because many ran and none loaded anything; "
+        "dropped: vLLM needed their pages first, or others came",
+        "outcome",
+        PUT_OFF,
+    ),
+}
+"""By the name in what :meth:`.Tally.take` gives: a name, what it tells, a label and its values."""
 _TIERS = {
     "bytes": "Bytes in a tier, over all workers",
     "max_bytes": "Bytes that a tier may hold, over all workers",
@@ -53,23 +76,12 @@ class Metrics(KVConnectorPromMetrics):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         names = list(self._labelnames)
-        self._tokens = self._counter_cls(
-            name=f"{PREFIX}prompt_tokens",
-            documentation="Prompt rows that KVBoost put into pages, by source; moved: used as "
-            "stored, recomputed: moved and then computed again, computed: not known",
-            labelnames=[*names, "source"],
-        )
-        self._loads = self._counter_cls(
-            name=f"{PREFIX}loads",
-            documentation="Requests that KVBoost loaded rows for; failed: vLLM computed them",
-            labelnames=[*names, "outcome"],
-        )
-        self._put_off = self._counter_cls(
-            name=f"{PREFIX}put_off",
-            documentation="Requests whose rows were to be kept later, because many ran and none "
-            "loaded anything; dropped: vLLM needed their pages first, or others came",
-            labelnames=[*names, "outcome"],
-        )
+        self._counters = {
+            counted: self._counter_cls(
+                name=f"{PREFIX}{name}", documentation=told, labelnames=[*names, label]
+            )
+            for counted, (name, told, label, _) in _COUNTERS.items()
+        }
         self._seconds = self._histogram_cls(
             name=f"{PREFIX}load_seconds",
             documentation="Time from the plan of a load until its rows are in pages",
@@ -84,23 +96,17 @@ class Metrics(KVConnectorPromMetrics):
             for name, told in _TIERS.items()
         }
         for values in self.per_engine_labelvalues.values():
-            for source in SOURCES:
-                self._tokens.labels(*values, source)
-            for outcome in OUTCOMES:
-                self._loads.labels(*values, outcome)
-            for outcome in PUT_OFF:
-                self._put_off.labels(*values, outcome)
+            for counted, (*_, kinds) in _COUNTERS.items():
+                for kind in kinds:
+                    self._counters[counted].labels(*values, kind)
             self._seconds.labels(*values)
             self._chunks.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
-        for source, rows in transfer_stats_data.get("tokens", {}).items():
-            self._tokens.labels(*values, source).inc(rows)
-        for outcome, loads in transfer_stats_data.get("loads", {}).items():
-            self._loads.labels(*values, outcome).inc(loads)
-        for outcome, requests in transfer_stats_data.get("put_off", {}).items():
-            self._put_off.labels(*values, outcome).inc(requests)
+        for counted, counter in self._counters.items():
+            for kind, number in transfer_stats_data.get(counted, {}).items():
+                counter.labels(*values, kind).inc(number)
         for seconds in transfer_stats_data.get("seconds", ()):
             self._seconds.labels(*values).observe(seconds)
         if "chunks" in transfer_stats_data:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -28,6 +28,9 @@ from kvboost.model.execution.segment import (
 )
 from kvboost.model.execution.traits import GRID
 from kvboost.model.native.kernels import Kernels, Plan
+
+if TYPE_CHECKING:
+    from kvboost.model.execution.latent import LatentAttention
 
 NAME = "kvboost"
 ALONE = "kvboost_alone"
@@ -48,17 +51,7 @@ Read = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 MOST_FOLDED = 1 << 24
 """Numbers of a mask that is repeated for all heads on a CPU."""
 OWN = "kvboost_attention"
-"""The attribute of an attention module that computes it in another way."""
-
-
-class LayerAttention(Protocol):
-    """Attention of one layer over rows that are no keys and values (``latent.py``)."""
-
-    def attend(
-        self, batch: Batch, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Shows queries to the hooks, and returns attention of ``query``, ``[1, heads, total,
-        dim]``, as ``[1, total, heads, value_dim]``. ``rows`` are the fresh ones."""
+"""The attribute of an attention module that has latents (``latent.py``)."""
 
 
 class StopForward(Exception):
@@ -206,7 +199,7 @@ def attend(
         raise UnsupportedModelError("attention with both sinks and a soft cap is not supported")
     batch, layer = belongs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    own: LayerAttention | None = vars(module).get(OWN)
+    own: LatentAttention | None = vars(module).get(OWN)
     if own is not None:
         out = own.attend(batch, layer, query, key, scale)
         batch.pause()

@@ -23,8 +23,16 @@ from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.loading.machine import memory_bytes
 from kvboost.model.native.adapters import ChangeTables
-from kvboost.model.native.decoder import KINDS, AnyProduct, DecoderLayer
-from kvboost.model.native.layers import BLOCK, Product, can_halve, can_multiply, can_norm, rms_norm
+from kvboost.model.native.decoder import KINDS, DecoderLayer
+from kvboost.model.native.layers import (
+    BLOCK,
+    Linear,
+    Product,
+    can_halve,
+    can_multiply,
+    can_norm,
+    rms_norm,
+)
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.products import joint_product
@@ -49,7 +57,7 @@ class FastLayers:
     """The packed copies of a model's weights, by module."""
 
     num_linears: int = 0
-    products: dict[tuple[nn.Module, Names], AnyProduct] = field(default_factory=dict)
+    products: dict[tuple[nn.Module, Names], Linear] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""

@@ -15,6 +15,7 @@ from kvboost.model.execution.partial_attention import Part, attend_part
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
     from kvboost.model.execution.states import RowStates
+    from kvboost.model.far.store import FarStore
     from kvboost.model.paged.slab import Holding, Slab
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
@@ -286,38 +287,11 @@ def _by_layer(data: torch.Tensor) -> tuple[Layers, Layers]:
     return sides[0], sides[-1]
 
 
-class LargerPool(Protocol):
-    """Lends KV to requests that are too large for near memory (``model/far/``)."""
-
-    @property
-    def near_bytes(self) -> int:
-        """The near memory of one request."""
-
-    @property
-    def used_bytes(self) -> int:
-        """The far memory of all requests that run."""
-
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a request of so many rows is one of its own."""
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether there is memory for one more request, beside those that run."""
-
-    def check(self, num_tokens: int) -> None:
-        """Raises KVTooLargeError if a request of ``num_tokens`` rows could not run at all."""
-
-    def lend(self, num_tokens: int) -> AbstractContextManager[RequestKV]:
-        """KV for ``num_tokens`` rows, until the context exits."""
-
-    def clear(self) -> None:
-        """Frees what no request needs."""
-
-
 class KVPool:
     """Lends KV buffers to requests. Fresh memory costs a page fault every 4 KiB, five times the
     cost of copying a hit, so the last few buffers are kept for the next requests."""
 
-    far: LargerPool | None = None
+    far: FarStore | None = None
     """Lends to requests that are too large for this pool, if they may have far rows."""
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -40,16 +39,6 @@ class StockModel:
         return cache
 
     @torch.inference_mode()
-    def offloaded_cache(self, keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
-        """A cache that holds its layers on the host and copies each to the device and back, as
-        transformers does it. All layers hold ``keys`` and ``values``, ``[1, kv_heads, tokens,
-        head_dim]``."""
-        cache = DynamicCache(config=self.model.config, offloading=True)
-        for layer in range(self.model.config.num_hidden_layers):
-            cache.update(keys, values, layer)
-        return cache
-
-    @torch.inference_mode()
     def next_token(self, token_ids: Sequence[int], cache: DynamicCache | None = None) -> int:
         """The token after ``token_ids``, which continue what ``cache`` holds, if given. The cache
         grows by them; ``rewind`` removes them."""
@@ -83,24 +72,6 @@ class StockModel:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, **exactly
         )
         return out[:, ids.shape[1] :].tolist()
-
-    def continuous_batching(
-        self, prompts: Sequence[Sequence[int]], tokens: int
-    ) -> list[list[float]]:
-        """The times, in seconds, at which transformers' own continuous batching gives the tokens of
-        each answer; raises RuntimeError if it does not answer all prompts."""
-        config = copy.deepcopy(self.model.generation_config)
-        config.do_sample = False
-        found = self.model.generate_batch(
-            [list(prompt) for prompt in prompts],
-            config,
-            max_new_tokens=tokens,
-            record_timestamps=True,
-        )
-        times = [list(one.timestamps or ()) for one in found.values()]
-        if len(times) != len(prompts) or any(len(some) != tokens for some in times):
-            raise RuntimeError(f"{len(times)} of {len(prompts)} prompts were answered in full")
-        return times
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:

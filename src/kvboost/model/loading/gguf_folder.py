@@ -10,18 +10,15 @@ where the digest is that of everything in the file but the data of its tensors.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from pathlib import Path
 
 import transformers
-from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from kvboost.config import home
-from kvboost.errors import CacheFolderError
 from kvboost.model.loading.gguf import GgufIndex
 from kvboost.model.loading.gguf_reader import quick_reader
-from kvboost.model.loading.weights import quiet_transformers
+from kvboost.model.loading.weights import quiet_transformers, scratch_for
 
 CONFIG = "config.json"
 
@@ -31,21 +28,11 @@ def described_folder(index: GgufIndex) -> Path:
     folder = home() / "gguf" / _digest(index)
     if (folder / CONFIG).is_file():
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            FileLock(folder.parent / f"{folder.name}.lock"),
-            tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
-        ):
-            if not (folder / CONFIG).is_file():
-                made = Path(scratch) / "folder"
-                _describe(index, made)
-                made.rename(folder)
-    except OSError as error:
-        raise CacheFolderError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror or error}); "
-            "make it writable or set KVBOOST_HOME to another folder"
-        ) from error
+    with scratch_for(folder.name, folder.parent) as scratch:
+        if not (folder / CONFIG).is_file():
+            made = scratch / "folder"
+            _describe(index, made)
+            made.rename(folder)
     return folder
 
 

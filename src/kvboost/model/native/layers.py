@@ -28,7 +28,32 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-class Product:
+class Linear:
+    """Rows times weights that the kernels describe by ``address``."""
+
+    dtype: torch.dtype
+    """That of the rows in calls of whole layers."""
+    width: int
+    depth: int
+    packed_depth: int
+    """Space that the kernels need for each row, in numbers."""
+    address: int
+    _library: ctypes.CDLL
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The output has the dtype of the rows."""
+        given = rows.to(self.dtype).contiguous()
+        number = given.numel() // self.depth
+        out = given.new_empty((*given.shape[:-1], self.width))
+        packed = scratch(rounded_up(number) * self.packed_depth, self.dtype)
+        self._library.kvboost_linear(
+            *(self.address, given.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out.to(rows.dtype)
+
+
+class Product(Linear):
     """Rows times ``weight``, ``[n, k]``. It holds a rearranged copy of the weight; of a float32
     weight whose numbers are all bfloat16 numbers, a copy of half the size."""
 
@@ -49,7 +74,6 @@ class Product:
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         self.packed_depth = k
-        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(address, bias_address, n, k, gated, self.is_halved, None)
         self.address = ctypes.addressof(self._linear)
@@ -61,17 +85,6 @@ class Product:
         """``silu(rows gate') * (rows up')`` in one call."""
         bias = _interleave(*biases) if biases else None
         return cls(_interleave(gate, up), bias, gated=True)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.contiguous()
-        number = rows.numel() // self.depth
-        out = rows.new_empty((*rows.shape[:-1], self.width))
-        packed = scratch(rounded_up(number) * self.depth, self.dtype)
-        self._library.kvboost_linear(
-            *(self.address, rows.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
-            torch.get_num_threads(),
-        )
-        return out
 
 
 def can_multiply(weight: torch.Tensor) -> bool:

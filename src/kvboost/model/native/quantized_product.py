@@ -11,7 +11,7 @@ from ctypes import c_int32, c_void_p
 import torch
 
 from kvboost.model import native
-from kvboost.model.native.layers import LinearStruct, rounded_up, scratch
+from kvboost.model.native.layers import Linear, LinearStruct
 from kvboost.model.native.memory import large_pages
 from kvboost.model.quantized.weight import QuantizedWeight
 
@@ -35,7 +35,7 @@ class _Panel(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("coding", c_void_p)]
 
 
-class QuantizedProduct:
+class QuantizedProduct(Linear):
     """Rows times ``weight``, ``[n, k]``, or times several weights that read the same rows, whose
     outputs follow each other. It holds rearranged copies of the codes, so the weights themselves
     need not be kept. With ``gated``, there are two weights, gate and up, and the output is
@@ -78,7 +78,6 @@ class QuantizedProduct:
         self._bias = None if bias is None else bias.to(self.dtype).contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         self.packed_depth = 2 * k if self.fine else k
-        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(
             *(None, bias_address, n, k, gated, False, ctypes.addressof(self._panels), self.fine)
@@ -90,18 +89,6 @@ class QuantizedProduct:
         part = copy.copy(self)
         part._link([self._packed[index]], self.depth, bias, gated=False)
         return part
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """The output has the dtype of the rows."""
-        given = rows.to(self.dtype).contiguous()
-        number = given.numel() // self.depth
-        out = given.new_empty((*given.shape[:-1], self.width))
-        packed = scratch(rounded_up(number) * self.packed_depth, self.dtype)
-        self._library.kvboost_linear(
-            *(self.address, given.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
-            torch.get_num_threads(),
-        )
-        return out.to(rows.dtype)
 
 
 def can_multiply_quantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,11 @@ from kvboost.model.execution.segment import Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.sampling import GREEDY, Kind
 from kvboost.model.paged.slab import SCRATCH
-from kvboost.model.paged.step_batch import StepBatch, StepGraphs, StepTables
+from kvboost.model.paged.step_batch import StepBatch, StepGraphs
 from kvboost.model.triton.host import HostCopy, send_into
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.steps import Steps
 
 SIZES = (8, 16, 32, 64, 96, 128)
 """Numbers of rows that steps are padded to."""
@@ -35,7 +39,7 @@ class _Bucket(StepGraphs):
 
     suffix = " with drafts"
 
-    def __init__(self, size: int, tables: StepTables, *, adapted: bool) -> None:
+    def __init__(self, size: int, tables: Steps, *, adapted: bool) -> None:
         name = f"steps with drafts{' and adapters' if adapted else ''}"
         super().__init__(tables, name, StepBatch(tables.slab, size), adapted=adapted)
         self._given = torch.zeros(4, size, dtype=torch.int64, device=tables.slab.shape.device)
@@ -81,7 +85,7 @@ class Launched:
 class DraftSteps:
     """Runs steps in which requests have drafts. One thread at a time may call it."""
 
-    def __init__(self, tables: StepTables) -> None:
+    def __init__(self, tables: Steps) -> None:
         self._tables = tables
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self.num_steps = 0

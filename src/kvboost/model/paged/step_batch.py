@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -10,13 +10,16 @@ from kvboost.model.execution.attention import Batch
 from kvboost.model.execution.segment import Rules, Segment
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.batch import Fresh, RowBatch
-from kvboost.model.paged.graphs import Capture, Function
-from kvboost.model.paged.sampling import DeviceSampling, Kind
+from kvboost.model.paged.graphs import Function
+from kvboost.model.paged.sampling import Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside, side_stream
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.steps import Steps
 
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Token ids and positions of rows, and which of them logits are wanted of; None: of all."""
@@ -63,25 +66,13 @@ class Beside(Protocol):
         """Attention of ``query``, ``[num_rows, heads, dim]``, into ``out``."""
 
 
-class StepTables(Protocol):
-    """The parts that all steps over one slab share."""
-
-    slab: Slab
-    run_model: RunModel
-    capture: Capture
-    sampling: DeviceSampling
-
-    def slot_of(self, segment: Segment) -> int:
-        """Where the adapter of a segment is; negative if it has none."""
-
-
 class StepGraphs:
     """Steps of one size: the model and sampling, each captured when it is first needed."""
 
     suffix = ""
     """Of the names under which sampling is captured."""
 
-    def __init__(self, tables: StepTables, name: str, batch: StepBatch, *, adapted: bool) -> None:
+    def __init__(self, tables: Steps, name: str, batch: StepBatch, *, adapted: bool) -> None:
         self._tables, self._name, self.batch = tables, name, batch
         if adapted:
             batch.adapters = torch.full_like(batch.slots, NO_ADAPTER)

@@ -86,7 +86,7 @@ def place(
         _keep(layers[number], device)
     largest = max(sizes.layers[number] for number in plan.streamed)
     slots = make_slots(min(NUM_SLOTS, len(plan.streamed)), largest, device)
-    streamed = stream_layers(layers, plan, slots, device)
+    streamed = stream_layers(layers, plan, slots)
     on_host = 0 if embedding is None else embedding.num_embeddings * embedding.embedding_dim
     return Placement(plan, streamed, on_host)
 
@@ -141,9 +141,7 @@ def _keep(layer: nn.Module, device: torch.device) -> None:
     layout.bind(slab)
 
 
-def stream_layers(
-    layers: Sequence[nn.Module], plan: LayerPlan, slots: Slots, device: torch.device
-) -> StreamedLayers:
+def stream_layers(layers: Sequence[nn.Module], plan: LayerPlan, slots: Slots) -> StreamedLayers:
     """Takes the weights of layers from where they are now."""
     chosen = [layers[number] for number in plan.streamed]
     num_slots, slot_bytes = slots.buffers.shape

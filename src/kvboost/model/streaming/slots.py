@@ -36,34 +36,6 @@ class Slots(Protocol):
         """The slot is free once all that was asked for so far has been computed."""
 
 
-class HostSlots:
-    """Slots in the machine's own memory, filled at once: they show what streaming does where there
-    is no GPU, and save nothing."""
-
-    def __init__(self, num_slots: int, num_bytes: int, device: torch.device) -> None:
-        self.buffers = torch.empty(num_slots, num_bytes, dtype=torch.uint8, device=device)
-
-    def fill(self, slot: int, source: torch.Tensor) -> None:
-        self.buffers[slot, : len(source)].copy_(source)
-
-    def copied(self) -> Copied:
-        return _DONE
-
-    def wait(self, slot: int) -> None:
-        """It is filled already."""
-
-    def release(self, slot: int) -> None:
-        """It is free already: what was asked for has been computed."""
-
-
-class _Done:
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-
-_DONE = _Done()
-
-
 class CudaSlots(SlotEvents):
     """Slots that a stream of their own fills while the current stream computes."""
 

@@ -15,6 +15,7 @@ import torch
 from kvboost.config import ImageLimits
 from kvboost.errors import ImageError, ModelError
 from kvboost.model.vision.families import FAMILIES, Family, Tile
+from kvboost.model.vision.kept import Kept
 from kvboost.model.vision.opening import file_of, open_image
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class ImageReader:
         self._found: OrderedDict[bytes, FoundImage] = OrderedDict()
         """By the hash of the file, without the file."""
         self._text_size = 0
-        self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
-        """By the digest of the image."""
-        self._pixel_bytes = 0
+        self.kept = Kept[Pixels](KEPT_PIXEL_BYTES, _nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageReader, (self._model_type, self._tile, self.row_id, self._processor)
@@ -92,7 +91,7 @@ class ImageReader:
         rows = text.count(self._tile.row)
         found = FoundImage(data, digest, rows, text, grid)
         self._remember(name, replace(found, data=b""))
-        self._keep(digest, pixels)
+        self.kept.put(digest, pixels)
         return found
 
     def _remember(self, name: bytes, found: FoundImage) -> None:
@@ -108,10 +107,7 @@ class ImageReader:
 
     def kept_pixels(self, digest: bytes) -> Pixels | None:
         """The vision tower's input for an image, if it was made a short while ago."""
-        with self._lock:
-            if digest in self._pixels:
-                self._pixels.move_to_end(digest)
-            return self._pixels.get(digest)
+        return self.kept.get(digest)
 
     def pixels(self, data: bytes, digest: bytes) -> Pixels:
         """The same of an image that was read, here or in another process."""
@@ -123,7 +119,7 @@ class ImageReader:
                 "an image was read as another one before: the processes of this server have "
                 "different versions of Pillow or transformers; install the same in all"
             )
-        self._keep(digest, pixels)
+        self.kept.put(digest, pixels)
         return pixels
 
     def _process(
@@ -143,16 +139,6 @@ class ImageReader:
         text = family.text(self._tile, found)
         grid = None if family.grid is None else family.grid(self._processor, found)
         return {name: found[name] for name in family.pixels if name in found}, text, grid
-
-    def _keep(self, digest: bytes, pixels: Pixels) -> None:
-        with self._lock:
-            if digest in self._pixels:
-                return
-            self._pixels[digest] = pixels
-            self._pixel_bytes += _nbytes(pixels)
-            while self._pixel_bytes > KEPT_PIXEL_BYTES and len(self._pixels) > 1:
-                _, old = self._pixels.popitem(last=False)
-                self._pixel_bytes -= _nbytes(old)
 
 
 def make_reader(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvboost.model.vision.kept import Kept
 from kvboost.model.vision.reader import ImageReader, Pixels
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ class VisionTower:
     def __init__(self, forward: Forward, reader: ImageReader) -> None:
         self._forward = forward
         self.reader = reader
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self.kept = Kept[torch.Tensor](KEPT_FEATURE_BYTES, lambda features: features.nbytes)
         self.num_images = 0
         """The number of images that have gone through the tower."""
 
@@ -62,10 +60,8 @@ class VisionTower:
     ) -> Generator[Awaited, object, torch.Tensor]:
         """The features ``[num_rows, parts, width]`` of an image, on the model's device. Yields
         between its tiles, and while another thread decodes it: what tells whether it has."""
-        with self._lock:
-            if (known := self._kept.get(digest)) is not None:
-                self._kept.move_to_end(digest)
-                return known
+        if (known := self.kept.get(digest)) is not None:
+            return known
         pixels = self.reader.kept_pixels(digest)
         if pixels is None:
             decoded = _in_thread(partial(self.reader.pixels, data, digest))
@@ -89,7 +85,7 @@ class VisionTower:
         found = torch.cat(parts)
         if found.shape[0] != num_rows:
             raise RuntimeError(f"{found.shape[0]} features for {num_rows} rows of an image")
-        self._keep(digest, found)
+        self.kept.put(digest, found)
         return found
 
     def _run(self, tiles: Pixels) -> torch.Tensor:
@@ -102,16 +98,6 @@ class VisionTower:
             deep = getattr(found, "deepstack_features", None) or ()
             parts = [_rows(part) for part in (found.pooler_output, *deep)]
             return torch.stack(parts, 1).to(forward.dtype)
-
-    def _keep(self, digest: bytes, features: torch.Tensor) -> None:
-        with self._lock:
-            if digest in self._kept:
-                return
-            self._kept[digest] = features
-            self._kept_bytes += features.nbytes
-            while self._kept_bytes > KEPT_FEATURE_BYTES and len(self._kept) > 1:
-                _, old = self._kept.popitem(last=False)
-                self._kept_bytes -= old.nbytes
 
 
 def _in_thread(work: Callable[[], Pixels]) -> Future[Pixels]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -15,14 +14,9 @@ from kvboost.cache.quantize import KVData, NewRows, Quantizer, join_heads
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
-from kvboost.reuse.assemble import KVRows, Packer
+from kvboost.reuse.assemble import Packer
 from kvboost.runtime.parallel.follower import Follower
 from kvboost.runtime.parallel.ranks import Handle, Ranks
-
-
-class Numbered(Protocol):
-    @property
-    def number(self) -> int | None: ...
 
 
 class ShardedKV(RequestKV):
@@ -48,7 +42,7 @@ class ShardedKV(RequestKV):
         super().clear(start, end)
 
 
-def number_of(known: Numbered) -> int:
+def number_of(known: RequestKV | KVData) -> int:
     """The number by which the other ranks know a buffer or a chunk."""
     assert known.number is not None
     return known.number
@@ -91,13 +85,13 @@ class ShardedPacker(Packer):
         super().__init__(quantizer)
         self._ranks = ranks
 
-    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+    def place(self, hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
         base, where = hit.chunk.base_position, range(hit.start, hit.end)
         numbers = number_of(kv), number_of(data)
         self._ranks.cast(Follower.place, *numbers, base, hit.offset, where, share, hit.turn)
         super().place(hit, data, kv, share)
 
-    def packing(self, kv: KVRows) -> Pack:
+    def packing(self, kv: RequestKV) -> Pack:
         number, pack_here = number_of(kv), super().packing(kv)
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:

@@ -14,7 +14,7 @@ import torch
 from kvboost.cache.quantize import KVData, Quantizer
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.model.execution.kv import RequestKV
-from kvboost.model.execution.segment import Hook, Segment
+from kvboost.model.execution.segment import Hook
 from kvboost.model.loading.load import LoadedModel
 from kvboost.model.loading.parallel import load_part
 from kvboost.reuse.assemble import place_rows
@@ -93,7 +93,7 @@ class Follower:
 
     def run(self, several: Sequence[SegmentMessage]) -> None:
         """Runs segments, together with all ranks."""
-        segments = [self._segment(message) for message in several]
+        segments = [one.make(self._kvs[one.kv], self._rotation) for one in several]
         self._hooks = [segment.hook for segment in segments if segment.hook is not None]
         self._model.forward(segments)
 
@@ -151,19 +151,6 @@ class Follower:
     @property
     def _device(self) -> torch.device:
         return self._model.device
-
-    def _segment(self, message: SegmentMessage) -> Segment:
-        positions, absent, hook = message.positions, message.absent, message.hook
-        return Segment(
-            self._kvs[message.kv],
-            message.token_ids.to(self._device),
-            positions if isinstance(positions, range) else positions.to(self._device),
-            message.num_logits,
-            hook=None if hook is None else hook.make_hook(self._rotation, self._device),
-            absent=None if absent is None else absent.to(self._device),
-            until=message.until,
-            as_stock=message.as_stock,
-        )
 
 
 def main(rank: int, size: int, meeting: str, backend: str, file: int, threads: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvboost.model.execution.segment import Hook
+from kvboost.model.execution.kv import RequestKV
+from kvboost.model.execution.segment import Hook, Segment
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift
 
@@ -28,20 +29,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class SegmentMessage:
-    """A :class:`kvboost.model.execution.segment.Segment`."""
-
-    kv: int
-    token_ids: torch.Tensor
-    positions: range | torch.Tensor
-    num_logits: int
-    hook: HookMessage | None
-    absent: torch.Tensor | None
-    until: int | None
-    as_stock: bool
-
-
-@dataclass(frozen=True)
 class Failure:
     """The answer of a rank that could not do what it was told."""
 
@@ -50,27 +37,38 @@ class Failure:
     """Whether the rank has ended."""
 
 
-@dataclass(frozen=True)
-class HookMessage:
-    """The description of a hook, from which another rank makes the same one."""
+SENT = ("token_ids", "positions", "num_logits", "absent", "until", "as_stock")
+"""What a segment tells other ranks beside its KV and its hook, which they have themselves."""
 
-    make: type[Hook]
-    args: tuple[Any, ...]
-    """Tensors, and what has some, on the host."""
+
+@dataclass(frozen=True)
+class SegmentMessage:
+    """The description of a segment, from which another rank makes the same one. Tensors, and what
+    has some, are on the host."""
+
+    kv: int
+    fields: Mapping[str, Any]
+    hook: type[Hook] | None
+    hook_args: tuple[Any, ...]
 
     @classmethod
-    def of(cls, hook: Hook | None) -> HookMessage | None:
-        if hook is None:
-            return None
-        assert hook.args is not None, f"other ranks do not know {type(hook).__name__}"
-        return cls(type(hook), tuple(_to("cpu", arg) for arg in hook.args))
+    def of(cls, segment: Segment, kv: int) -> SegmentMessage:
+        """``kv`` is the number of its KV."""
+        hook, args = segment.hook, ()
+        fields = {name: _to("cpu", getattr(segment, name)) for name in SENT}
+        if hook is not None:
+            assert hook.args is not None, f"other ranks do not know {type(hook).__name__}"
+            args = tuple(_to("cpu", arg) for arg in hook.args)
+        return cls(kv, fields, None if hook is None else type(hook), args)
 
-    def make_hook(self, rotation: Rotation | None, device: torch.device) -> Hook:
-        args = [_to(device, arg) for arg in self.args]
-        if self.make is Shift:
+    def make(self, kv: RequestKV, rotation: Rotation | None) -> Segment:
+        device = kv.shape.device
+        fields = {name: _to(device, value) for name, value in self.fields.items()}
+        args = [_to(device, arg) for arg in self.hook_args]
+        if self.hook is Shift:
             args.insert(0, rotation)
-        return self.make(*args)
+        return Segment(kv, hook=None if self.hook is None else self.hook(*args), **fields)
 
 
-def _to(device: torch.device | str, arg: Any) -> Any:
-    return arg.to(device) if hasattr(arg, "to") else arg
+def _to(device: torch.device | str, value: Any) -> Any:
+    return value.to(device) if hasattr(value, "to") else value

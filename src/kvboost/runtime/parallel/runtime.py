@@ -23,7 +23,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.runtime.backend import MAX_IDLE, Backend, group_format
 from kvboost.runtime.parallel.chunks import RankShards, ShardedKV, ShardedPacker, number_of
 from kvboost.runtime.parallel.follower import Follower
-from kvboost.runtime.parallel.messages import HookMessage, SegmentMessage
+from kvboost.runtime.parallel.messages import SegmentMessage
 from kvboost.runtime.parallel.ranks import Ranks, open_ranks
 from kvboost.runtime.runtime import Runtime
 
@@ -37,7 +37,8 @@ class LeadingForward(PartForward):
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         with self._ranks.together():
-            self._ranks.cast(Follower.run, list(map(_describe, segments)))
+            told = [SegmentMessage.of(segment, number_of(segment.kv)) for segment in segments]
+            self._ranks.cast(Follower.run, told)
             logits = super().__call__(segments)
             hooks = [segment.hook for segment in segments if segment.hook is not None]
             own = [hook.observed() for hook in hooks]
@@ -56,20 +57,6 @@ def _add_up(own: torch.Tensor, others: Sequence[torch.Tensor], *, averages: bool
         own += part.to(own.device)
     if averages:  # over heads, of which every rank has as many
         own /= len(others) + 1
-
-
-def _describe(segment: Segment) -> SegmentMessage:
-    positions, absent = segment.positions, segment.absent
-    return SegmentMessage(
-        kv=number_of(segment.kv),
-        token_ids=segment.token_ids.cpu(),
-        positions=positions if isinstance(positions, range) else positions.cpu(),
-        num_logits=segment.num_logits,
-        hook=HookMessage.of(segment.hook),
-        absent=None if absent is None else absent.cpu(),
-        until=segment.until,
-        as_stock=segment.as_stock,
-    )
 
 
 class ParallelRuntime(Runtime):
