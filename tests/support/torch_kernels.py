@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvboost.model.triton.adapters import Addition
-from kvboost.model.triton.attention import _check_query
+from kvboost.model.triton.attention import check_query
 from kvboost.model.triton.move import MovePlan, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, are_joined, check_pages, halves, slots_of
@@ -59,7 +59,7 @@ def attend(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     page = check_pages(pages)[1]
-    _check_query(query, pages, rows, rotated)
+    check_query(query, pages, rows, rotated)
     if out is None:
         out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
     written = out if rotated is None else out[:, :, rotated:]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel
+from kvboost.model.execution.forward import Forward
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.latent import TOO_WIDE, LatentAttention
 from kvboost.model.execution.segment import Rules, Segment
@@ -50,6 +51,8 @@ def test_answers_and_logits_equal_those_over_buffers(
     """Alone, in a batch, after known and after moved text, of which some rows are recomputed or
     all."""
     found: dict[bool, Any] = {}
+    capture = ReplayAgain()
+    monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     for pages in (False, True):
         with engine_of(monkeypatch, name, pages=pages) as engine:
             alone = [engine.generate(ids, 5, EXACT, ignore_eos=True) for ids in PROMPTS]
@@ -67,8 +70,7 @@ def test_answers_and_logits_equal_those_over_buffers(
             if pages:
                 spans = [one for one in scored[0].reuse.spans if one.kind is SpanKind.MOVED]
                 assert len(spans) > 4 and {one.tier for one in spans} == {"gpu"}
-                runner = forward_of(engine).runner
-                assert {kind for kind, _ in runner._forwards} >= {ROWS, REPAIRS, PROBES}
+                assert {ROWS, REPAIRS, PROBES} <= set(capture.names)
                 assert steps_of(engine).num_steps > 20 and leaks(engine) == []
     assert found[True][0] == found[False][0]
     assert all(close(*both) for both in zip(found[True][1], found[False][1], strict=True))
@@ -134,7 +136,7 @@ def test_packed_segments_of_one_form_and_of_both(
     stock = StockModel(copy.deepcopy(model))
     use_pages(monkeypatch)
     with make_engine(model, max_kv_bytes=MEMORY) as engine:
-        forward, slab = forward_of(engine)._forward, forward_of(engine).slab
+        forward, slab = engine.model.forward, forward_of(engine).slab
         kvs = [paged_kv(slab, 256) for _ in range(2)]
         ids = [torch.tensor(random_ids(length, length)) for length in (100, 90)]
         forward([Segment(kvs[0], ids[0][:80], range(80), 0)])
@@ -222,7 +224,7 @@ def test_chunks_come_back_from_memory_into_pages(
                     assert any("kv_cache_bits=8 has no effect" in note for note in engine.notes)
 
 
-def test_latents_that_kernels_do_not_take_have_buffers() -> None:
+def test_latents_that_kernels_do_not_take_have_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = {"qk_rope_head_dim": 64, "num_heads": 1, "qk_nope_head_dim": 1, "v_head_dim": 1}
     product = SimpleNamespace(bias=None)
     for width, fits in ((512, True), (32, False), (1024, False)):
@@ -231,7 +233,6 @@ def test_latents_that_kernels_do_not_take_have_buffers() -> None:
     with make_engine(family_model("deepseek_v2")) as engine:
         forward = engine.model.forward
         assert forward.fits_pages and "latents" not in why_buffers(forward)
-        for latent in forward._latents:
-            latent.fits_pages = False
         if DEVICE != "cpu":
+            monkeypatch.setattr(Forward, "fits_pages", False)
             assert why_buffers(forward) == TOO_WIDE

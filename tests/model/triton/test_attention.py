@@ -109,14 +109,14 @@ def test_whole_pages(end: int, requests: int, dtype: torch.dtype, monkeypatch: M
         pages[table[last // tile.keys], :, last % tile.keys + 1 :] = float("nan")
     query = random(sum(map(len, positions)), 6, 32, dtype=dtype)
     used = []
-    whole = attention_kernels._whole
+    whole = attention_kernels.whole_pages
 
     def using(*given: object) -> object:
         found = whole(*given)
         used.extend([found] if found[0] is not None else [])
         return found
 
-    monkeypatch.setattr(attention_kernels, "_whole", using)
+    monkeypatch.setattr(attention_kernels, "whole_pages", using)
     for parts in (1, 2):
         rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)
         assert (rows.num_keys is None) == (requests > 1)
@@ -146,9 +146,11 @@ def test_whole_pages_of_latents(
     pages[table[(end - 1) // tile.keys], :, (end - 1) % tile.keys + 1 :] = float("nan")
     query = random(10, 9, 32 + rotated, dtype=dtype)
     used = []
-    whole = attention_kernels._whole
+    whole = attention_kernels.whole_pages
     monkeypatch.setattr(
-        attention_kernels, "_whole", lambda *given: used.append(found := whole(*given)) or found
+        attention_kernels,
+        "whole_pages",
+        lambda *given: used.append(found := whole(*given)) or found,
     )
     for parts in (1, 2):
         rows = tiled(positions, tables, query, pages, tile=tile, parts=parts)

@@ -243,7 +243,7 @@ def _combine_kernel(
         tl.store(lse_at, weight * LN_2, mask=owned)
 
 
-def _check_query(
+def check_query(
     query: torch.Tensor, pages: torch.Tensor, rows: TiledRows, rotated: int | None = None
 ) -> None:
     kv_heads, _, dim = check_pages(pages)
@@ -258,7 +258,7 @@ def _check_query(
         )
 
 
-def _whole(
+def whole_pages(
     pages: torch.Tensor, rows: TiledRows, rotated: int | None
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """The descriptors that load the keys or the values of a page, or its latents, and what is
@@ -313,7 +313,7 @@ def attend(
     value; those of ``out`` are not written."""
     kv_heads, page, dim = check_pages(pages)
     heads = query.shape[1]
-    _check_query(query, pages, rows, rotated)
+    check_query(query, pages, rows, rotated)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     if absent is not None:
@@ -330,7 +330,7 @@ def attend(
         parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
     sees_all = window is None and absent is None
-    whole, turns = _whole(pages, rows, rotated) if sees_all else (None, None)
+    whole, turns = whole_pages(pages, rows, rotated) if sees_all else (None, None)
     dense = _dense(pages, rows) if sees_all and rotated is None else (None, None, 0)
     to = out if rotated is None else out[:, :, rotated:]
     written = (to, out.stride(0), out.stride(1), lse, heads)
