@@ -378,7 +378,7 @@ def _ratio(times: dict[str, Times], what: str, at: int) -> float | None:
 
 def _report(found: dict[str, Any], problems: list[str]) -> Report:
     shown = [_table(shape, one) for shape, one in found.items()]
-    return Report({"shapes": found}, shown, _goals(found), problems=problems)
+    return Report({"shapes": found}, shown, goals_of(found), problems=problems)
 
 
 def _table(shape: str, one: dict[str, Any]) -> RenderableType:
@@ -398,7 +398,7 @@ def _table(shape: str, one: dict[str, Any]) -> RenderableType:
     return table(title, ("",), (*times, "÷ vLLM", "of the limit"), rows)
 
 
-def _goals(found: dict[str, Any]) -> list[Goal]:
+def goals_of(found: dict[str, Any]) -> list[Goal]:
     """The worst of the shapes that a goal is about."""
     judged = []
     for shape, what, at, most in GOALS:

@@ -175,6 +175,7 @@ def test_the_home_page_begins_as_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert next(examples(home)).code == next(examples(readme)).code
     assert "](docs/" not in home and "](reuse.md#healing)" in home
+    assert not text.startswith("---"), "its settings could hide the site's navigation"
 
 
 def test_the_architecture_names_every_package() -> None:

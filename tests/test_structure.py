@@ -185,7 +185,7 @@ def test_no_test_imports_a_test_and_helpers_are_in_support() -> None:
 
 KERNELS = {"support/compile_kernels.py", "model/triton/test_warm.py"}
 """They name every kernel, and kernels have no public names."""
-MOST_PRIVATE_LINES = 154
+MOST_PRIVATE_LINES = 136
 """A neighbour looks at public names. Lower this when there are fewer; do not raise it."""
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.entries import BENCHMARKS
 from benchmarks.faults import calls, storage
 from benchmarks.faults import run as faults
 from benchmarks.faults.case import Case, NotHere, expect
@@ -62,20 +59,3 @@ def test_what_cannot_be_tried_here_says_why_and_is_no_failure() -> None:
 
     case = faults.attempt("remote", fault, 3)
     assert (case.tried, case.failures, case.note) == (0, [], "not tried: there is no Redis")
-
-
-def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
-    def fault(case: Case, times: int, folder: Path) -> None:
-        for _ in range(times):
-            with case.trial():
-                expect(case.name != "full disk", "it was not noticed")
-
-    for tried, _ in FAULTS:
-        monkeypatch.setattr(sys.modules[tried.__module__], tried.__name__, fault)
-    benchmark = BENCHMARKS["faults"]
-    settings = benchmark.settings(quick=True)
-    record = benchmark.perform(settings, Console(width=200))
-    assert record["failed"] == record["cases"]["full disk"]["tried"] == 1
-    assert record["cases"]["Ctrl-C in generate"]["passed"] == settings.interrupts
-    assert record["problems"] == ["full disk: attempt 1: it was not noticed"]
-    assert "! full disk: attempt 1: it was not noticed" in capsys.readouterr().out

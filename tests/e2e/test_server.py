@@ -1,4 +1,4 @@
-"""The real server, the real model, and OpenAI's own client."""
+"""The real server and OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.live_server import wait_for
 from support.server_process import ServerProcess
 from support.tiny import save_tiny
 
-MODEL = "smollm2-135m"
+MODEL = "tiny"
 DOCUMENT = (
     "The lighthouse at Skagen was lit in 1858. Its lamp burned paraffin until the cable came. "
     "The keeper wrote the weather down every four hours, and the ships that passed. "
@@ -32,8 +32,9 @@ def server(tmp_path_factory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     keys = folder / "keys.txt"
     keys.write_text("ann:k-ann\nbob:k-bob\nadmin:root:k-root\n")
-    options = ("--dtype", "float32", "--served-name", MODEL, "--served-name", "gpt-small")
-    with ServerProcess("-m", MODEL, *options, "--api-keys", str(keys), folder=folder) as started:
+    save_tiny(folder / MODEL, max_position_embeddings=8192)
+    options = ("-m", str(folder / MODEL), "--served-name", MODEL, "--served-name", "gpt-small")
+    with ServerProcess(*options, "--api-keys", str(keys), folder=folder) as started:
         yield started
 
 

@@ -369,8 +369,7 @@ def test_a_request_of_the_loop_does_not_wait_for_healing(engine, monkeypatch) ->
     listener = Listener(events)
 
     def submit() -> None:
-        state = engine._requests.begin(QUESTION, 3, MOVED, {})
-        engine._loop.submit(state, listener)
+        engine.answer_to(lambda state: listener, QUESTION, 3, MOVED)
 
     watch_healing(monkeypatch, events, at_layer=4, act=submit)
     (result,) = engine.generate_batch([prompt_of([3, 1])], 4, **SLOPPY)

@@ -23,6 +23,7 @@ from kvboost.runtime.stepping import Stepper
 from support.adapters import write_adapter
 from support.batches import EXACT, TEXT, alone, on_buffers
 from support.forwards import intercept
+from support.requests import NoListener
 from support.tiny import dynamic_model, longrope_model, make_engine, tiny_model
 
 pytestmark = pytest.mark.usefixtures("share_short_beginnings", "nothing_shared")
@@ -340,6 +341,18 @@ def test_a_request_may_end_while_another_one_probes(
         assert probing.recomputed_tokens and other.token_ids == alone[:number]
 
 
+class Begun(NoListener):
+    """Notes when an answer has begun."""
+
+    event_loop = None
+
+    def __init__(self) -> None:
+        self.is_answered = threading.Event()
+
+    def push(self, pieces: Any) -> None:
+        self.is_answered.set()
+
+
 @on_buffers
 def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
@@ -347,14 +360,14 @@ def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward
     engine = make()
 
     async def read() -> int:
-        answering = engine.astream(TEXT[:40], 100, ignore_eos=True)
-        await anext(answering)
-        cancelled = threading.Event()
+        listener, cancelled = Begun(), threading.Event()
+        cancel = engine.answer_to(lambda state: listener, TEXT[:40], 100, EXACT, ignore_eos=True)
+        assert listener.is_answered.wait(60)
 
         def cancel_first(run: Any, segments: list[Segment], *rest: Any) -> torch.Tensor:
             if sum(map(len, segments)) > 50 and not cancelled.is_set():
                 answer_before_each_part(monkeypatch)
-                engine._loop.cancel(engine._loop._scheduler.running[0])
+                cancel()
                 cancelled.set()
             return run(segments, *rest)
 
@@ -363,7 +376,6 @@ def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward
         async for _ in engine.astream(TEXT[100:300], 1):
             pass
         assert cancelled.is_set()
-        await answering.aclose()
         return engine.serving_stats()["steps_between_parts"] - before
 
     monkeypatch.setattr(Patience, "is_over", lambda self: False)

@@ -13,6 +13,7 @@ from kvboost.serve.settings import ApiKey
 from support.browser import (
     OpenPage,
     ask,
+    ask_alone,
     expect,
     faint_texts,
     open_settings,
@@ -307,6 +308,21 @@ def test_a_phone_shows_the_question_first_and_keeps_it_in_view(open_page: OpenPa
     for part in (question, button):
         expect(part).to_be_in_viewport(ratio=1)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_a_phone_shows_the_buttons_of_the_last_answer(open_page: OpenPage) -> None:
+    page = open_page(viewport={"width": 400, "height": 640})
+    for question in ("Why?", "When?", "Who?"):
+        ask_alone(page, question)
+    expect(page.locator(".turn")).to_have_count(3)
+    expect(page.locator(".turn").last.locator(".turn-actions button")).to_have_count(4)
+    page.wait_for_function(
+        """() => [...document.querySelectorAll(".turn:last-child .turn-actions button")].every(
+          (node) => {
+            const { left, bottom } = node.getBoundingClientRect();
+            return document.elementFromPoint(left + 9, bottom - 3) === node;
+          })"""
+    )
 
 
 def test_a_wrong_setting_is_shown_though_it_was_hidden(open_page: OpenPage) -> None:

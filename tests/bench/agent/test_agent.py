@@ -47,25 +47,6 @@ def test_goals_compare_whole_sessions_with_vllm() -> None:
     assert [goal.met for goal in goals(rows[:1])] == [None, None]
 
 
-def test_a_session_ends_when_its_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SYSTEMS, "fake", FakePeer())
-    use_home(monkeypatch, tmp_path)
-    monkeypatch.setattr(Option, "check", lambda *_: None)
-    settings = Settings(
-        model=str(word_model(tmp_path)),
-        systems=("fake",),
-        layouts=("append",),
-        threads=1,
-        turns=5,
-        minutes=0.0,
-        tool_seconds=0.0,
-    )
-    report = BENCHMARKS["agent"].perform(settings, Console(file=StringIO()))
-    assert [len(session) for row in report["rows"] for session in row["sessions"]] == [2]
-
-
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYSTEMS, "fake", FakePeer())
     monkeypatch.setitem(SYSTEMS, "broken", FakePeer("raise SystemExit(7)"))

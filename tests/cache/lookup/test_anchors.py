@@ -16,6 +16,7 @@ from kvboost.tokens.hashing import (
     TokenIds,
     as_token_ids,
     chain_key,
+    hashes_in,
     root_key,
     window_hashes,
 )
@@ -164,7 +165,7 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
         shelf.remove(data.draw(st.sampled_from(leaves)))
         shelf.find(text(*stored[0]))
     assert shelf.anchors.check_integrity() == []
-    assert len(shelf.anchors) == len(shelf.anchors._donors) == shelf.anchors._filter.sum() == 0
+    assert len(shelf.anchors) == 0
 
 
 @given(
@@ -324,10 +325,11 @@ def test_chunks_are_anchored_alike_together_and_alone(lengths: list[int], seed: 
     together.insert(SPACE, chunks)
     for key, ids in chunks:
         alone.insert(SPACE, [(key, ids)])
-        windows = list(alone._chunks[key].windows())
-        hashes = window_hashes(SPACE, ids, WINDOW)
-        assert windows == [(hashes[offset], offset) for _, offset in windows]
-        assert len(hashes) == 0 or {0, len(hashes) - 1} <= {offset for _, offset in windows}
-        assert list(together._chunks[key].windows()) == windows
-    assert together._donors == alone._donors
-    assert np.array_equal(together._filter, alone._filter)
+        for index in (together, alone):
+            found = index.windows([key])
+            offsets = found.offsets[0, : found.counts[0]]
+            hashes = window_hashes(SPACE, ids, WINDOW)
+            anchored = hashes_in(SPACE, found.polynomials[0, : found.counts[0]])
+            assert np.array_equal(anchored, hashes[offsets])
+            assert len(hashes) == 0 or {0, len(hashes) - 1} <= set(offsets.tolist())
+    assert together.check_integrity() == alone.check_integrity() == []

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,9 +67,11 @@ def test_no_sibling_is_a_prefix_of_another(stored) -> None:
     index = PrefixTree()
     for ids in stored:
         insert_all(index, ids)
-    for siblings in index._children.values():
-        assert siblings.order == sorted(siblings.order)
-        for left, right in zip(siblings.order, siblings.order[1:], strict=False):
+    siblings = defaultdict(list)
+    for node in index.nodes.values():
+        siblings[node.parent].append(node.order)
+    for texts in siblings.values():
+        for left, right in pairwise(sorted(texts)):
             assert not right.startswith(left)
 
 
@@ -75,12 +80,14 @@ def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     index = PrefixTree()
     for ids in stored:
         insert_all(index, ids)
+    seen = []
     while len(index):
         keys = list(index.nodes)
         key = data.draw(st.sampled_from([key for key in keys if not index.num_children(key)]))
         index.remove(key)
         assert key not in index
-    assert index._children == {}
+        seen.append(key)
+    assert all(index.num_children(key) == 0 for key in (ROOT, *seen))
 
 
 def test_a_match_may_end_inside_a_chunk_and_hashes_are_not_trusted() -> None:

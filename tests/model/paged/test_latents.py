@@ -18,6 +18,7 @@ from kvboost.model.paged.pool import why_buffers
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.paged.step_batch import StepBatch
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
+from kvboost.reuse.repair import STRATEGIES
 from support.adapters import merge, write_adapter
 from support.families import HAS_LATENTS, family_model
 from support.paged_engines import MEMORY, forward_of, leaks, paged_kv, steps_of, use_pages
@@ -73,6 +74,22 @@ def test_answers_and_logits_equal_those_over_buffers(
     assert all(close(*both) for both in zip(found[True][1], found[False][1], strict=True))
     stock = StockModel(family_model(name)).logits([*SHUFFLED, 4, 5, 6])[len(SHUFFLED) - 1 : -1]
     assert close(found[True][1][1], stock) and not close(found[True][1][0], stock[:1])
+
+
+def test_strategies_repair_as_over_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `auto`, which chooses between rows that the last bit ranks here."""
+    found: dict[bool, list[torch.Tensor]] = {}
+    for pages in (False, True):
+        with engine_of(monkeypatch, "deepseek_v3", pages=pages) as engine:
+            for ids in PROMPTS:
+                engine.warm(ids)
+            options = {"recompute_ratio": 0.3, "reuse_moved": "always"}
+            found[pages] = [
+                engine.score(SHUFFLED, [4], MOVED, recompute_strategy=name, **options).logits
+                for name in sorted(set(STRATEGIES) - {"auto"})
+            ]
+    assert all(close(*both) for both in zip(found[True], found[False], strict=True))
+    assert not close(found[True][0], found[True][1])
 
 
 def test_a_request_alone_gets_what_it_gets_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

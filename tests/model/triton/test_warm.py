@@ -42,16 +42,18 @@ def test_every_kernel_runs_once(joined: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU needs compiled kernels")
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("rows", [1, 9, 70])
-def test_requests_find_their_kernels_compiled(rows: int) -> None:
-    layers = PagedLayers([make_pages(20, 2, 16, 64, torch.bfloat16, "tokens first")])
-    warm_up(layers, heads=6, pairs=32, blocks=8)
+def test_requests_find_their_kernels_compiled(rows: int, joined: bool) -> None:
+    kv_heads, rotated = (1, 64) if joined else (2, None)
+    layers = PagedLayers([make_pages(20, kv_heads, 16, 64, torch.bfloat16, "tokens first")])
+    warm_up(layers, heads=6, pairs=32, blocks=8, joined=joined)
     before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in KERNELS]
     tables = make_tables(2, 10, 20)
     for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
-        query = random(rows + 1, 6, 64, dtype=torch.bfloat16)
+        query = random(rows + 1, 6, 128 if joined else 64, dtype=torch.bfloat16)
         plan = tiled(positions, tables, query, layers.first, tile=None, parts=parts)
-        attention.attend(query, layers.first, plan, 0.125)
+        attention.attend(query, layers.first, plan, 0.125, rotated=rotated)
     after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in KERNELS]
     assert after == before

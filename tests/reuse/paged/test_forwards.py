@@ -185,7 +185,7 @@ def test_probes_without_a_graph_share_a_forward_with_other_rows(
     assert sizes == [1, 2, 2]
     for mass in (first, second, third):
         mass.wait()
-        torch.testing.assert_close(mass.mass, expected.mass, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(mass.mass.cpu(), expected.mass.cpu(), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(logits, two.logits(two.plain, range(45, 50)), **CLOSE)
 
 

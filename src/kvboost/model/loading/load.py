@@ -43,10 +43,12 @@ from kvboost.model.loading.fingerprint import fingerprint
 from kvboost.model.loading.gguf import GgufIndex, check_gguf
 from kvboost.model.loading.gguf_folder import described_folder
 from kvboost.model.loading.gguf_reader import quick_reader
-from kvboost.model.loading.hub import why_unreachable
+from kvboost.model.loading.hub import downloaded, why_unreachable
 from kvboost.model.loading.rope import KeyRotation, key_rotation, probed_positions
 from kvboost.model.loading.tokenizer import ModelTokenizer
+from kvboost.model.quantized.experts import has_kernels
 from kvboost.model.quantized.layers import num_weights, packed_identity
+from kvboost.model.quantized.safetensors import IN_MXFP4, MXFP4
 from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled, method_in
 from kvboost.model.streaming.parking import Parking, host_bytes
 from kvboost.model.streaming.place import Placement, place
@@ -199,7 +201,7 @@ def read(
             with weights.quiet_transformers():
                 kind = _auto_class(options.get("config", config))
                 model = kind.from_pretrained(source.place, dtype=chosen_dtype, **options)
-            if method_in(vars(config)) == "mxfp4" and not getattr(model, "is_quantized", False):
+            if method_in(vars(config)) == MXFP4 and not getattr(model, "is_quantized", False):
                 _finish_expanding(model, chosen_dtype)
             tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
@@ -224,8 +226,8 @@ def _finish_expanding(model: PreTrainedModel, dtype: torch.dtype) -> None:
     gib = sum(weight.nbytes for weight in experts) / 2**30
     warnings.warn(
         f"the model's MXFP4 weights are expanded to {str(dtype).removeprefix('torch.')} and take "
-        f"{gib:.1f} GiB: they stay packed in a folder on this machine, with weights='auto' on an "
-        "NVIDIA GPU with Triton, in bfloat16 or float32",
+        f"{gib:.1f} GiB: with weights='auto' they stay packed on an NVIDIA GPU with Triton, in "
+        "bfloat16 or float32",
         stacklevel=4,
     )
 
@@ -242,11 +244,22 @@ def _find_filled(
     models have folders in ordinary numbers, which ``"auto"`` takes."""
     options = {**source.options, **hf_kwargs}
     index, folder = source.index, None if source.index else Path(source.place)
+    if form == "packed" or (form == "auto" and has_kernels(device, dtype)):
+        folder = _packed_experts(source) or folder
     if index is None and os.fspath(name) in weights.known_names():
         if form != "packed":
             return None
         index = check_gguf(weights.pull_gguf(os.fspath(name)))
     return find_filled(form, folder, index, options, device, dtype)
+
+
+def _packed_experts(source: _Source) -> Path | None:
+    """The folder of a model from the hub whose experts are in MXFP4; None for other models."""
+    if source.is_local or source.gguf:
+        return None
+    config = AutoConfig.from_pretrained(source.place, **source.options)
+    is_known = method_in(vars(config)) == MXFP4 and config.model_type in IN_MXFP4
+    return downloaded(source.place, source.options) if is_known else None
 
 
 def _adapter_files(files: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,6 +77,10 @@ class PagedForward:
         The next rows of requests are a decode step of their own, and a few segments that the runner
         takes are forwards of their own; the others are packed into one forward. A segment that
         joins steps under way may have no result yet: the next call with it has."""
+        with self._turn():
+            return self._run(segments)
+
+    def _run(self, segments: Sequence[Segment]) -> list[StepResult | None]:
         self._leave_one_beside(segments)
         results: list[StepResult | None] = [None] * len(segments)
         next_rows: list[int] = []
@@ -85,7 +90,8 @@ class PagedForward:
         apart = self._runs_apart([segments[index] for index in rest])
         others: list[int] = []
         for index, alone in zip(rest, apart, strict=True):
-            results[index] = self._run_by_itself(segments[index]) if alone else None
+            if alone and self.runner is not None:
+                results[index] = self.runner.run(segments[index])
             if results[index] is None:
                 others.append(index)
         if others:
@@ -93,9 +99,7 @@ class PagedForward:
             for index, part in zip(others, packed, strict=True):
                 results[index] = part
         if next_rows:
-            with self._forward.lock, torch.inference_mode():
-                self._begin()
-                picked = self.steps.run([segments[index] for index in next_rows])
+            picked = self.steps.run([segments[index] for index in next_rows])
             for index, result in zip(next_rows, picked, strict=True):
                 results[index] = result
         return results
@@ -108,8 +112,7 @@ class PagedForward:
 
     def exclusively(self, record: Callable[[], object]) -> None:
         """Calls what records steps or forwards, while nothing else runs."""
-        with self._forward.lock, torch.inference_mode():
-            self._begin()
+        with self._turn():
             record()
 
     def sampler(
@@ -163,19 +166,17 @@ class PagedForward:
             taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]
         return taken
 
-    def _run_by_itself(self, segment: Segment) -> torch.Tensor | None:
-        assert self.runner is not None
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """While it lasts, the model is this thread's, without gradients. Binds our attention. A
+        graph is of the adapters that were active when it was recorded."""
         with self._forward.lock, torch.inference_mode():
-            self._begin()
-            return self.runner.run(segment)
-
-    def _begin(self) -> None:
-        """Binds our attention. A graph is of the adapters that were active when it was recorded."""
-        self._forward.bind()
-        model = self._forward.model
-        active = tuple(model.active_adapters()) if model._hf_peft_config_loaded else ()
-        if active != self._adapters:
-            self._adapters = active
-            self.steps.forget_graphs()
-            if self.runner is not None:
-                self.runner.forget_graphs()
+            self._forward.bind()
+            model = self._forward.model
+            active = tuple(model.active_adapters()) if model._hf_peft_config_loaded else ()
+            if active != self._adapters:
+                self._adapters = active
+                self.steps.forget_graphs()
+                if self.runner is not None:
+                    self.runner.forget_graphs()
+            yield

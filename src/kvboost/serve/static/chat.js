@@ -122,6 +122,7 @@ export class Chat {
     saveConversations(this.all);
     this.list();
     this.follow();
+    this.uncover();
   }
 
   heal(requests) {
@@ -136,6 +137,7 @@ export class Chat {
       ended ||= news.status !== "waiting";
     }
     if (ended) saveConversations(this.all);
+    this.uncover();
   }
 
   get lastView() {
@@ -161,6 +163,13 @@ export class Chat {
     if (isSeen && this.follows && this.place.contains(part)) {
       part.scrollIntoView({ block: "nearest" });
     }
+  }
+
+  /** Moves the buttons of the last turn out from below the question, which covers the lower end of
+   * a narrow window. If they are further down, the reader stays where the answer is read. */
+  uncover() {
+    const actions = this.lastView?.actions;
+    if (actions?.getBoundingClientRect().top < innerHeight) this.reach(actions);
   }
 
   follow(always = false) {
