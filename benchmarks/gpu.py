@@ -377,11 +377,11 @@ def _ratio(times: dict[str, Times], what: str, at: int) -> float | None:
 
 
 def _report(found: dict[str, Any], problems: list[str]) -> Report:
-    shown = [_table(shape, one) for shape, one in found.items()]
+    shown = [table_of(shape, one) for shape, one in found.items()]
     return Report({"shapes": found}, shown, goals_of(found), problems=problems)
 
 
-def _table(shape: str, one: dict[str, Any]) -> RenderableType:
+def table_of(shape: str, one: dict[str, Any]) -> RenderableType:
     times = one["times"]
     rows = []
     for what, some in times.get(OURS, {}).items():

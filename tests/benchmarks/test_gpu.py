@@ -87,6 +87,6 @@ def test_mxfp4_is_said_beside_vllm_and_for_no_other_shape(monkeypatch: pytest.Mo
     times = {gpu.VLLM: {gpu.STEP: {1: 2.0}}, gpu.OURS: {gpu.STEP: {1: 1.0}}}
     found = {"times": times, "limit_ms": 0.5, "notes": [], "weights": "packed (triton, MXFP4)"}
     console = Console(record=True, width=200)
-    console.print(gpu._table("gpt-oss-20b", found))
+    console.print(gpu.table_of("gpt-oss-20b", found))
     shown = " ".join(console.export_text().split())
     assert "(KVBoost: packed (triton, MXFP4); vLLM: plain, bfloat16)" in shown
