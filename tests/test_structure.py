@@ -119,6 +119,36 @@ def test_only_its_package_imports_triton() -> None:
             assert "triton" not in {name.split(".")[0] for name in imports_of(path)}, path
 
 
+CHOOSE = (
+    *("bench/kit/machine.py", "bench/peers/setting.py", "cli/serve.py", "cache/tiers/ram.py"),
+    *("runtime/devices.py", "model/loading/device.py", "model/execution/traits.py"),
+    *("model/execution/fast_layers.py", "model/execution/partial_attention.py"),
+    *("model/native/build.py", "model/paged/graphs.py", "model/quantized/blocks.py"),
+    *("model/triton/__init__.py", "model/triton/host.py", "model/triton/rows.py"),
+    "integrations/vllm/pages.py",
+)
+"""Where a device is chosen, or a kernel for it."""
+KINDS = re.compile(r"\w*(KV|Pool|Sampler|Hook|Mass|Shift|Deviation|Probe|Prefix|KVData|PagedData)")
+
+
+def test_the_kind_of_a_device_is_asked_only_where_something_is_chosen_for_it() -> None:
+    asking = {
+        str(path.relative_to(SRC))
+        for path in FILES
+        if re.search(r"\bdevice\.type\b|\.is_cuda\b", path.read_text())
+    }
+    assert asking == set(CHOOSE)
+
+
+def test_no_kv_sampler_or_hook_is_told_by_its_class() -> None:
+    """They say themselves what callers need to know."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                asked = ast.unparse(node.args[1])
+                assert not KINDS.fullmatch(asked), f"{path}:{node.lineno}: isinstance(…, {asked})"
+
+
 def test_public_names_are_sorted_and_there() -> None:
     assert kvboost.__all__ == sorted(kvboost.__all__)
     for name in kvboost.__all__:

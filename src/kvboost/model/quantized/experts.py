@@ -77,7 +77,7 @@ def num_packed(model: nn.Module, *, in_bytes: bool = False) -> int:
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels that multiply rows of ``dtype`` with packed experts."""
-    return device.type == "cuda" and triton.is_available() and dtype in DTYPES
+    return triton.serves(device) and dtype in DTYPES
 
 
 def kernel_of(experts: Any) -> str:

@@ -22,7 +22,7 @@ from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.take import take
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
-from kvboost.reuse.paged.stored import PagedData
+from kvboost.reuse.paged.stored import in_pages
 from kvboost.reuse.probe import KINDS, AttentionMass, Probe, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Positions, Spans
@@ -115,10 +115,10 @@ class GpuKernels:
 
     def _span(self, hit: Hit, data: KVData, rotation: int) -> move.StoredSpan:
         """The stored rows of a hit, in full precision, on the device."""
-        if isinstance(data, PagedData):
-            pages, start = data.kept.pages, data.first + hit.offset
+        if (paged := in_pages(data)) is not None:
+            pages, start = paged.kept.pages, paged.first + hit.offset
             if self._own_pages is None:
-                slab = data.kept.slab
+                slab = paged.kept.slab
                 self._own_pages = move.Source(slab.rows(0), slab.shape.num_kv_heads * PAGE)
             source = self._own_pages
             return move.StoredSpan(source, start, hit.num_tokens, hit.start, rotation, pages)

@@ -4,6 +4,7 @@ another refers to them. Nothing is copied."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -55,7 +56,7 @@ class PagedData(KVData):
     @staticmethod
     def gather(several: Sequence[KVData]) -> list[KVData]:
         """Copies outside of the pages, which all are of one slab. Each has memory of its own."""
-        paged = [one for one in several if isinstance(one, PagedData)]
+        paged = [one for one in map(in_pages, several) if one is not None]
         slab = paged[0].kept.slab
         numbers = [page for one in paged for page in one.kept.pages]
         pages = to_device(numbers, torch.int64, slab.shape.device)
@@ -83,6 +84,11 @@ class PagedData(KVData):
             found.append((pages[number], start, count))
             row += count
         return found
+
+
+def in_pages(data: KVData) -> PagedData | None:
+    """The same rows as what knows their pages; None if they are tensors."""
+    return cast(PagedData, data) if data.in_pages else None
 
 
 class PageStore:
@@ -132,8 +138,9 @@ class PageStore:
         ``most_rows`` rows from its first one on; None if they fill no page."""
         pages: list[int] = []
         for hit, data in zip(hits, stored, strict=False):
-            if not isinstance(data, PagedData) or (hit.start % PAGE and not data.is_whole):
+            paged = in_pages(data)
+            if paged is None or (hit.start % PAGE and not paged.is_whole):
                 break
             num_whole = min(hit.end, most_rows) // PAGE
-            pages += data.kept.pages[: max(0, num_whole - hit.start // PAGE)]
+            pages += paged.kept.pages[: max(0, num_whole - hit.start // PAGE)]
         return SharedPages(pages, stored) if pages else None
