@@ -101,6 +101,7 @@ NOT_RUN = {
     "python -m benchmarks *": "minutes, a GPU, vLLM or a dataset; tests/benchmarks has parts",
     "OMP_NUM_THREADS=1 python -m benchmarks *": "the same",
     "python examples/*": "tests/test_examples.py runs them on a tiny model",
+    "python scripts/fetch_models.py *": "downloads models",
     "python scripts/list_models.py": "tests/scripts/test_list_models.py runs it",
     # Names of a command or an option, without what it needs:
     **dict.fromkeys(
