@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app as benchmarks
 from kvboost import EmbeddingModel, KVBoost
 from kvboost.cli import app
-from kvboost.config import home
 from kvboost.model.loading.device import cpu_has_bf16
 from kvboost.model.loading.load import LoadedModel
+from kvboost.model.loading.weights import pull_model
 from kvboost.runtime import loading
 from kvboost.serve import process
 from support.adapters import write_adapter
@@ -294,7 +294,7 @@ def clone(tmp_path: Path, tiny: Path, adapter: Path, monkeypatch: pytest.MonkeyP
     for name in ("poet", "clerk"):
         Path("adapters").mkdir(exist_ok=True)
         (Path("adapters") / name).symlink_to(adapter)
-    Path("model.gguf").symlink_to(next((home() / "models").rglob("*.gguf")))
+    Path("model.gguf").symlink_to(pull_model("smollm2-135m") / "model.gguf")
     Path("handbook").mkdir()
     for name in ("handbook/rules.md", "faq.md", "log.txt"):
         Path(name).write_text("Rule 1: the lamp is lit at dusk.\n")
