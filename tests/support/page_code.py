@@ -90,8 +90,8 @@ def shown_commands(text: str) -> Iterator[Shown]:
     """Every command of a page's blocks for a shell, whatever its program, and every command of ours
     in its prose."""
     for code in inline_code(text):
-        if COMMAND.match(code):
-            yield Shown(" ".join(code.split()))
+        if COMMAND.match(command := " ".join(code.split())):  # a line may end in it
+            yield Shown(command)
     for fence in FENCE.finditer(text):
         if fence[1] in ("bash", "console", "sh"):
             yield from _typed(fence[2])
