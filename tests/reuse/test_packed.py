@@ -19,6 +19,7 @@ from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from support.families import HAS_LATENTS, family_model
+from support.forwards import count_forwards
 from support.tiny import make_engine, random_ids, tiny_model
 
 PROMPT = 80
@@ -92,18 +93,6 @@ def all_kinds(engine: KVBoost) -> list[Segment]:
         others[2].segment(range(PROMPT - 1, PROMPT)),
         others[3].repair(engine),
     ]
-
-
-def count_forwards(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of segments of each forward from now on."""
-    run, sizes = forward._run, []
-
-    def counted(segments: list[Segment], cache: Any) -> torch.Tensor:
-        sizes.append(len(segments))
-        return run(segments, cache)
-
-    monkeypatch.setattr(forward, "_run", counted)
-    return sizes
 
 
 def observed(segment: Segment) -> torch.Tensor:

@@ -41,7 +41,7 @@ def test_adapters_of_other_layers_and_ranks_in_one_step(
 
         assert answers(0) == expected[:1]  # the other layers have no adapter yet
         assert answers(3, 1) == [expected[3], expected[1]]
-        assert set(steps_of(engine)._buckets) == {(2, False, True)}
+        assert set(steps_of(engine).buckets) == {(2, False, True)}
         for numbers in [(0, 1), (2, 0), (1, 2), (0, 1, 2)]:
             assert answers(*numbers) == [expected[number] for number in numbers]
         fused = forward_of(engine).layers

@@ -105,7 +105,7 @@ def test_a_capture_is_made_once_and_the_buffers_stay(requests: Requests) -> None
     first, second = requests.start(8), requests.start(5)
     for _ in range(3):
         requests.step(first, second)
-    bucket = requests.steps._buckets[2, False, False]
+    bucket = requests.steps.buckets[2, False, False]
     places = [
         part.data_ptr() for part in (bucket.rows, bucket.positions, bucket.ids, bucket.picked)
     ]
@@ -129,7 +129,7 @@ def test_sampling_is_captured_although_the_model_is_not(monkeypatch: pytest.Monk
     places, logits = set(), []
     for _ in range(3):
         requests.step(first, ahead=False)
-        bucket = requests.steps._buckets[1, False, False]
+        bucket = requests.steps.buckets[1, False, False]
         places.add(bucket.logits.data_ptr())
         logits.append(bucket.logits.clone())
     assert len(capture.captured) == 1 and capture.replays == 3

@@ -17,6 +17,7 @@ from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
+from support.forwards import count_forwards
 from support.paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine, paged_kv
 from support.replay_again import ReplayAgain
 from support.tiny import DEVICE
@@ -154,14 +155,7 @@ def test_probes_without_a_graph_share_a_forward_with_other_rows(
     forward, last = two.forward, probed_layers(4).last
     assert isinstance(forward, PagedForward)
     forward.runner = None
-    whole = two.backend.model.forward
-    run, sizes = whole._run, []
-
-    def counted(segments: list[Segment], cache: object) -> torch.Tensor:
-        sizes.append(len(segments))
-        return run(segments, cache)
-
-    monkeypatch.setattr(whole, "_run", counted)
+    sizes = count_forwards(two.backend.model.forward, monkeypatch)
     tail, absent = torch.arange(50, PROMPT), torch.zeros(PROMPT, dtype=torch.bool)
     absent[45:50] = True
     other = paged_kv(two.paged.slab, PROMPT)

@@ -151,7 +151,7 @@ class Steps:
         self.drafts = DraftSteps(self)
         """Runs the steps in which requests have several rows."""
         self.num_steps = self.num_ahead = self.num_rows_beside = 0
-        self._buckets: dict[tuple[int, bool, bool], _Bucket] = {}
+        self.buckets: dict[tuple[int, bool, bool], _Bucket] = {}
         self._next: dict[int, tuple[int, int]] = {}
         """By row: the serial of its request, and the position whose token the device has."""
         self._pending: dict[int, _Pending] = {}
@@ -168,12 +168,12 @@ class Steps:
 
     def forget_graphs(self) -> None:
         """Records all steps anew: the model has changed."""
-        self._buckets.clear()
+        self.buckets.clear()
         self.drafts.forget_graphs()
 
     def _forget_adapted(self) -> None:
         """Records the steps with adapters anew."""
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[2]}
+        self.buckets = {key: bucket for key, bucket in self.buckets.items() if not key[2]}
         self.drafts.forget_adapted()
 
     def _next_is_unknown(self) -> None:
@@ -289,10 +289,10 @@ class Steps:
 
     def _bucket(self, size: int, *, with_beside: bool = False, adapted: bool = False) -> _Bucket:
         key = size, with_beside, adapted
-        if key not in self._buckets:
+        if key not in self.buckets:
             beside = self.beside if with_beside else None
-            self._buckets[key] = _Bucket(size, self, beside, adapted=adapted)
-        return self._buckets[key]
+            self.buckets[key] = _Bucket(size, self, beside, adapted=adapted)
+        return self.buckets[key]
 
     def _place_adapters(self, segments: Sequence[Segment]) -> bool:
         """Makes the adapters of these segments ready; whether there are any."""
