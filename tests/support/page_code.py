@@ -160,9 +160,12 @@ def _refusal_of_app(program: typer.Typer, arguments: list[str]) -> str | None:
 
 
 def _refusal_of(main: Any, arguments: list[str]) -> str | None:
-    """Why ``main`` of a script refuses its arguments. It ends once it has parsed them."""
+    """Why ``main`` of a script refuses its arguments. It ends once it has parsed them; one without
+    a parser would run, so without arguments nothing is asked."""
+    if not arguments:
+        return None
     if main is None:
-        return "it takes no arguments" if arguments else None
+        return "it takes no arguments"
     takes = inspect.signature(main).parameters
     if takes and "arguments" not in takes:
         script = typer.Typer()
@@ -188,7 +191,7 @@ def _refusal_of(main: Any, arguments: list[str]) -> str | None:
             return None
         except SystemExit as ended:
             return f"it ends with {ended}"
-    return "it takes no arguments" if arguments else None
+    return "it takes no arguments"
 
 
 @functools.cache
