@@ -142,8 +142,14 @@ class Backend:
         pages = f"requests have no pages: {self._why_buffers}"
         bits = self._config.kv_cache_bits
         latents = f"kv_cache_bits={bits} has no effect: latents are stored in 16 bits or more"
-        has_no_effect = self.model.forward.keeps_latents and bits < 16
-        return [*([pages] if self.device.may_page else []), *([latents] if has_no_effect else [])]
+        forward = self.model.forward
+        alone = "one request after another is answered: the model's states cannot be stacked"
+        has_no_effect = forward.keeps_latents and bits < 16
+        return [
+            *([pages] if self.device.may_page else []),
+            *([alone] if forward.states and not forward.shares_steps else []),
+            *([latents] if has_no_effect else []),
+        ]
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
