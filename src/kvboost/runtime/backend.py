@@ -144,8 +144,13 @@ class Backend:
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could, and which option has no effect."""
         notes, bits = [], self._config.kv_cache_bits
+        forward = self.model.forward
         if self._why_buffers and self.device.gpu is not None:
             notes.append(f"requests have no pages: {self._why_buffers}")
+        if forward.states and not forward.shares_steps:
+            notes.append(
+                "one request after another is answered: the model's states cannot be stacked"
+            )
         if bits < 16 and not self._packs:
             told = "has no effect: latents are stored in 16 bits or more"
             notes.append(f"kv_cache_bits={bits} {told}")

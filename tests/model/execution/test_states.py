@@ -9,6 +9,7 @@ from kvboost.model.execution.states import (
     CONV,
     RECURRENT,
     RowStates,
+    StackedStates,
     StateLost,
     StatePlace,
     StateShape,
@@ -88,3 +89,35 @@ def test_states_after_a_forward_that_did_not_end_are_those_of_no_row() -> None:
     with pytest.raises(StateLost):
         states.begin(4)
     assert run(states, 0, 2).tolist() == [0, 1, 2]
+
+
+def test_a_row_of_each_of_several_requests() -> None:
+    requests = [RowStates(SHAPE, every=4), RowStates(SHAPE)]
+    run(requests[0], 0, 3)
+    run(requests[1], 0, 6)
+
+    def step() -> StackedStates:
+        states = StackedStates(requests)
+        assert states.has(1, 0) and not states.has(1, 1)
+        columns = states.extend_conv(PLACES[0], torch.full((2, 2, 1), 9.0), 3)
+        assert columns[:, 0].tolist() == [[1, 2, 3, 9], [4, 5, 6, 9]]
+        held = states.get(PLACES[1])
+        assert held is not None and held[:, 0].tolist() == [3, 6]
+        assert states.set(PLACES[1], held.add_(1)) is held
+        return states
+
+    step()  # and fails after it
+    assert [one.at(row)[1][0, 0] for one, row in zip(requests, (3, 6), strict=True)] == [3, 6]
+    asked = object(), object()
+    step().end((4, 7), asked, torch.tensor([[40.0], [70.0]]))
+    assert [one.result_of(it) for one, it in zip(requests, asked, strict=True)] == [40, 70]
+    assert [one.at(row)[1][0, 0] for one, row in zip(requests, (4, 7), strict=True)] == [4, 7]
+    assert requests[0].known_rows(4, current=False) == [4]
+    with pytest.raises(StateLost):
+        requests[0].begin(3)
+    shared = requests[0].at(4)[1]
+    run(requests[1], 7, 9)
+    own = requests[1].at(9)
+    assert own[0][0, 0].tolist() == [9, 8, 9] and own[1].tolist() == [[9] * 4]
+    assert shared.eq(4).all() and own[1].untyped_storage().nbytes() == 16, "no rows of others"
+    assert requests[1].nbytes == SHAPE.nbytes

@@ -22,7 +22,7 @@ from kvboost.model.quantized.safetensors import RENAMED
         ("gpt2", "moved", "no: it uses learned absolute position embeddings"),
         ("bloom", "batch", "no: it keeps its own attention"),
         ("qwen3_next", "exact", "from states: up to the nearest kept states of its layers"),
-        ("qwen3_next", "batch", "no: requests with states run one after another"),
+        ("qwen3_next", "batch", "answers: prompts are read one after another"),
         ("qwen3_next", "packed", "no: its layers keep states"),
         ("qwen3_moe", "packed", "no: it has experts"),
         ("gpt_oss", "packed", "mxfp4: its experts, on NVIDIA GPUs"),

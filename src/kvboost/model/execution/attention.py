@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NAME = "kvboost"
 ALONE = "kvboost_alone"
+STEP = "kvboost_step"
 WINDOWS_IN_MASKS = ("llama4_text", "phimoe", "qwen2_moe")
 """Model types whose layers have windows and do not pass them on to their attention."""
 IGNORES_WINDOW = "olmoe"
@@ -213,6 +214,20 @@ def attend(
     out = batch.attend(layer, query, key, value, rules)
     batch.pause()
     return out, None
+
+
+def attend_step(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As :func:`attend`, for a model that computes one row of each request as a sequence of its
+    own: ``query`` is ``[requests, heads, 1, dim]``, the result ``[requests, 1, heads, dim]``."""
+    out, _ = attend(module, query.transpose(0, 2), key, value, attention_mask, **kwargs)
+    return out.transpose(0, 1), None
 
 
 def attend_alone(

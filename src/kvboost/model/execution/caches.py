@@ -21,7 +21,13 @@ from kvboost.model.execution.kv_shape import AnyShape, shape_of
 from kvboost.model.execution.latent import check_latents, join
 from kvboost.model.execution.scans import begin_with
 from kvboost.model.execution.segment import Segment
-from kvboost.model.execution.states import RowStates, StateCalls, StateShape, shape_of_states
+from kvboost.model.execution.states import (
+    RowStates,
+    StackedStates,
+    StateCalls,
+    StateShape,
+    shape_of_states,
+)
 from kvboost.model.loading.unsupported import WHY_NOT
 
 
@@ -123,6 +129,20 @@ class ScanCache(StatefulCache):
         state = super().get_recurrent_state(layer_idx, state_idx)
         begin_with(state)
         return state
+
+
+class StepCache(StateCalls, PackedCache):
+    """``past_key_values`` of a decode step of several requests, for a model with states. The model
+    has a sequence for each, ``[requests, ..., 1, ...]``, and the batch one row."""
+
+    def __init__(self, batch: Batch, layers: Mapping[int, int], states: StackedStates) -> None:
+        super().__init__(batch, layers)
+        self.states = states
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(keys.transpose(0, 2), values.transpose(0, 2), layer_idx)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,11 @@ from kvboost.model.execution.fast_layers import FastLayers, decoder_layers
 from kvboost.model.execution.kv import RequestKV
 from kvboost.model.execution.kv_shape import KVShape
 from kvboost.model.execution.latent import EXPANSION, latent_layers
+from kvboost.model.execution.mixed_kv import make_kv
 from kvboost.model.execution.sampling import Sampler, TokenMask
 from kvboost.model.execution.scans import scanning, scans
 from kvboost.model.execution.segment import ImageRows, Segment
+from kvboost.model.execution.shared_steps import SharedSteps
 from kvboost.model.execution.states import RowStates
 from kvboost.model.loading import key_scales
 from kvboost.model.native.decoder import (
@@ -66,6 +68,7 @@ bits makes others do so in later layers."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
 AttentionInterface.register(attention.ALONE, attention.attend_alone)
+AttentionInterface.register(attention.STEP, attention.attend_step)
 
 
 class Forward:
@@ -73,7 +76,8 @@ class Forward:
     thread may run another forward between two parts of its own (``between_parts``).
 
     ``packed`` models use our attention function, for all segments at once. Other models keep their
-    own attention and run the segments one by one, each continuing its own sequence.
+    own attention and run the segments one by one, each continuing its own sequence; those with
+    states ``share_steps``, if they can.
     """
 
     beside_rows = num_graphs = 0
@@ -119,11 +123,16 @@ class Forward:
         self.layers, self.states = self.observed.layers, self.observed.states
         self._check_states()
         self._scans = bool(self.states) and scans(model)
+        self.shares_steps = False
+        """Whether a model with states computes the next rows of several answers in one forward."""
         self._hooks = AdapterHooks(model)
         self._kernels = Kernels.for_shape(self.shape) if packed else None
         self._head: Head | None = None
         if self._kernels is not None and self.is_uniform:
             self._install_layers(fast_layers or FastLayers())
+        self._steps = SharedSteps(model, self.layers, self._call, alone_beyond)
+        if self.states:
+            self.shares_steps = self._may_share_steps()
 
     def _install_layers(self, packed: FastLayers) -> None:
         """Makes whole layers run in one call, if the logits equal those of the model's own."""
@@ -259,6 +268,8 @@ class Forward:
         with self.lock, torch.inference_mode():
             self.bind()
             if not self.packed:
+                if self.shares_steps:
+                    self._steps.run(segments)
                 return torch.cat([self._run_unpacked(each) for each in segments])
             if self._must_run_apart(segments):
                 return torch.cat([self._run_packed([each]) for each in segments])
@@ -394,6 +405,28 @@ class Forward:
         states.end(segment.end, segment, logits)
         return logits
 
+    def _may_share_steps(self) -> bool:
+        """Whether rows of two texts get the same logits together as alone."""
+        segments = []
+        for length in (PROBED, PROBED // 2):
+            kv = make_kv(self.shape, PROBED + 1)
+            ids = torch.arange(1, length + 2, device=self.device)
+            self([Segment(kv, ids[:-1], range(length))])
+            segments.append(Segment(kv, ids[-1:], range(length, length + 1)))
+        try:
+            with torch.inference_mode():
+                together = self._steps.compute(segments)[1]
+            far = float(_distance(together, self(segments)))
+        except Exception as error:
+            log.warning("this model's layers with states take one request at a time: %s", error)
+            return False
+        finally:
+            self.release()
+        if not far < LAYER_ROUNDING.get(self.dtype, QUANTIZED_ROUNDING):
+            log.warning("logits of rows together are off by %.3f; requests run one by one", far)
+            return False
+        return True
+
     def _check_states(self) -> None:
         """Raises UnsupportedModelError for a model whose states are found only now."""
         if self.packed and self.states:
@@ -411,17 +444,19 @@ class Forward:
         wanted = _wanted_rows(segments, device)
         if self._selects_rows:
             kwargs["logits_to_keep"] = wanted
+        with self._deep_features(images):
+            logits = self._call(segments, past_key_values=cache, **kwargs)[0]
+        return logits if self._selects_rows else logits[wanted]
+
+    def _call(self, segments: Sequence[Segment], **kwargs: Any) -> torch.Tensor:
+        """The logits that the model gives for the rows of ``segments``."""
         self._depth += 1
         try:
-            with (
-                self._experts_for(segments),
-                self._hooks.applied(segments),
-                self._deep_features(images),
-            ):
-                logits = self.model(past_key_values=cache, use_cache=True, **kwargs).logits[0]
+            with self._experts_for(segments), self._hooks.applied(segments):
+                logits: torch.Tensor = self.model(use_cache=True, **kwargs).logits
         finally:
             self._depth -= 1
-        return logits if self._selects_rows else logits[wanted]
+        return logits
 
     def _image_rows(self, segments: Sequence[Segment]) -> ImageRows | None:
         """The rows of images among those of all segments."""

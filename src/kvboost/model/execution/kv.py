@@ -336,9 +336,9 @@ class KVPool:
         self._state_bytes, self._state_every = nbytes, every
 
     def state_bytes(self, num_tokens: int) -> int:
-        """The memory of a request's states, about: those of its last row, the copies, and one where
-        its prompt ends."""
-        return self._state_bytes * (2 + num_tokens // self._state_every)
+        """The memory of a request's states, about: those of its last row, those that the next
+        forward makes, the copies, and one where its prompt ends."""
+        return self._state_bytes * (3 + num_tokens // self._state_every)
 
     def bytes_for(self, num_tokens: int) -> int:
         """The memory that ``lend`` would use now for so many rows of a request's own."""

@@ -8,7 +8,7 @@ with the chunk that ends there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,17 +47,59 @@ class StateLost(RuntimeError):
     """A forward failed in the middle, so the states are those of no row."""
 
 
-class RowStates:
+class LayerStates:
+    """States as a model's layers call them, through the cache that is their ``past_key_values``."""
+
+    def __init__(self) -> None:
+        self._now: dict[StatePlace, torch.Tensor] = {}
+
+    def get(self, place: StatePlace) -> torch.Tensor | None:
+        """A state, which the layer may change in place; None before the first row."""
+        return self._now.get(place)
+
+    def has(self, layer: int | None, index: int | None) -> bool:
+        """Whether a layer, or any, has a state."""
+        return any(
+            layer in (None, place.layer) and index in (None, place.number) for place in self._now
+        )
+
+    def extend_conv(
+        self, place: StatePlace, columns: torch.Tensor, width: int | None
+    ) -> torch.Tensor:
+        """The columns that a convolution sees, ``[sequences, channels, columns]``: those it holds,
+        then the new ones. Holds the last ``width`` of them."""
+        held = self.get(place)
+        width = held.shape[-1] if held is not None else width or columns.shape[-1]
+        if held is not None:
+            columns = torch.cat([held, columns], dim=-1)
+        elif columns.shape[-1] < width:
+            columns = torch.nn.functional.pad(columns, (width - columns.shape[-1], 0))
+        self._now[place] = columns[..., columns.shape[-1] - width :].clone()
+        return columns
+
+    def set(self, place: StatePlace, state: torch.Tensor) -> torch.Tensor:
+        """Replaces a state; its dtype stays that of the first one."""
+        held = self._now.get(place)
+        if held is None:
+            self._now[place] = state.clone()
+        elif held is not state:
+            held.copy_(state)
+        return self._now[place]
+
+
+class RowStates(LayerStates):
     """The states of one request: after row ``row - 1``, and copies from earlier rows."""
 
     def __init__(self, shape: StateShape, every: int | None = None) -> None:
         """``every``: the states are copied at multiples of so many rows, and where ``mark`` says;
         None: they are not copied."""
+        super().__init__()
         self.shape = shape
         self._every = every
         self._marks: dict[int, bool] = {}
-        self._now: dict[StatePlace, torch.Tensor] = {}
         self._row: int | None = 0
+        self._is_stacked = False
+        """Whether the states are rows of tensors that have those of other requests too."""
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._last: tuple[object, torch.Tensor] | None = None
         self._placed: tuple[int, Sequence[torch.Tensor]] = (0, ())
@@ -66,8 +108,9 @@ class RowStates:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all states and copies."""
-        return self.shape.nbytes * (1 + len(self._kept))
+        """The memory of all states and copies, and of what the next forward makes beside them if
+        it is shared with others."""
+        return self.shape.nbytes * (1 + self._is_stacked + len(self._kept))
 
     def mark(self, row: int, *, lasts: bool = True) -> None:
         """The states are to be copied at this row, if they are copied at all. ``lasts``: not only
@@ -99,6 +142,9 @@ class RowStates:
                 f"rows from {row} on need the states of the layers at row {row}, and those of row "
                 f"{self._row} are there: a forward of this request failed; send it again"
             )
+        if self._is_stacked:  # otherwise the states of the others would stay in memory
+            self._now = {place: state.clone() for place, state in self._now.items()}
+            self._is_stacked = False
         self._row = self._last = None
 
     def end(self, row: int, asked: object, logits: torch.Tensor) -> None:
@@ -107,6 +153,19 @@ class RowStates:
         self._last = asked, logits
         if row in self._marks or self._is_on_grid(row):
             self._kept[row] = [self._now[place].clone() for place in self.shape.places]
+
+    def end_stacked(
+        self,
+        stacked: Mapping[StatePlace, torch.Tensor],
+        row: int,
+        asked: object,
+        logits: torch.Tensor,
+    ) -> None:
+        """As :meth:`end`, after a forward of several requests, which has made these states. They
+        are rows of larger tensors."""
+        self._now.update(stacked)
+        self._is_stacked = True
+        self.end(row, asked, logits)
 
     def result_of(self, asked: object) -> torch.Tensor | None:
         """The logits of the last forward, if ``asked`` is what it was for. A batch in which one
@@ -124,7 +183,7 @@ class RowStates:
         none, the states are those of no row: see :meth:`is_at`."""
         (row, stored), self._placed = self._placed, (0, ())
         self._row, self._last = (row if stored or not row else None), None
-        self._now = {}
+        self._now, self._is_stacked = {}, False
         if stored:
             places = zip(self.shape.places, self.shape.devices, stored, strict=True)
             self._now = {
@@ -150,47 +209,41 @@ class RowStates:
         rows = {row for row in self._kept if row <= end}
         return sorted(rows | ({end} if current and end and end == self._row else set()))
 
-    # What the model's layers call, through the cache that is their ``past_key_values``.
+
+class StackedStates(LayerStates):
+    """The states of several requests while one row of each goes through the model. Those that the
+    requests have stay as they are until :meth:`end`: a forward that fails loses none."""
+
+    def __init__(self, requests: Sequence[RowStates]) -> None:
+        super().__init__()
+        self._requests = requests
 
     def get(self, place: StatePlace) -> torch.Tensor | None:
-        """A state, which the layer may change in place; None before the first row."""
+        if place not in self._now and self._requests[0].get(place) is not None:
+            self._now[place] = torch.cat([request._now[place] for request in self._requests])
         return self._now.get(place)
 
     def has(self, layer: int | None, index: int | None) -> bool:
-        """Whether a layer, or any, has a state."""
-        return any(
-            layer in (None, place.layer) and index in (None, place.number) for place in self._now
-        )
-
-    def extend_conv(
-        self, place: StatePlace, columns: torch.Tensor, width: int | None
-    ) -> torch.Tensor:
-        """The columns that a convolution sees, ``[1, channels, columns]``: those it holds, then the
-        new ones. Holds the last ``width`` of them."""
-        held = self._now.get(place)
-        width = held.shape[-1] if held is not None else width or columns.shape[-1]
-        if held is not None:
-            columns = torch.cat([held, columns], dim=-1)
-        elif columns.shape[-1] < width:
-            columns = torch.nn.functional.pad(columns, (width - columns.shape[-1], 0))
-        self._now[place] = columns[..., columns.shape[-1] - width :].clone()
-        return columns
+        return self._requests[0].has(layer, index)
 
     def set(self, place: StatePlace, state: torch.Tensor) -> torch.Tensor:
-        """Replaces a state; its dtype stays that of the first one."""
-        held = self._now.get(place)
-        if held is None:
-            self._now[place] = state.clone()
-        elif held is not state:
-            held.copy_(state)
+        held = self.get(place)
+        self._now[place] = state if held is None else state.to(held.dtype)
         return self._now[place]
+
+    def end(self, rows: Sequence[int], asked: Sequence[object], logits: torch.Tensor) -> None:
+        """The forward that each request ``asked`` for is over: the states are those at ``rows``,
+        and a row of ``logits`` belongs to each."""
+        for index, request in enumerate(self._requests):
+            own = {place: stack[index : index + 1] for place, stack in self._now.items()}
+            request.end_stacked(own, rows[index], asked[index], logits[index : index + 1])
 
 
 class StateCalls:
     """The part of transformers' ``Cache`` that layers with states call. To be mixed into what a
     model gets as ``past_key_values``."""
 
-    states: RowStates
+    states: LayerStates
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.states.get(StatePlace(layer_idx, CONV, state_idx))
@@ -223,7 +276,7 @@ class StateCalls:
         return False
 
 
-def shape_of_states(states: RowStates) -> StateShape:
+def shape_of_states(states: LayerStates) -> StateShape:
     """The shape of what a probe of some sequences has left, for one sequence."""
     found = sorted(states._now)
     return StateShape(

@@ -89,7 +89,7 @@ def features(config: Any) -> Features:
         exact=exact,
         moved=f"no: it {only_exact}" if only_exact else "yes",
         images="yes" if name in SEEING else without_images,
-        batch=_or_why_not(_why_alone(architecture)),
+        batch=_batch(architecture),
         pages=_or_why_not(_why_buffers(architecture, text)),
         adapters=shares if name in SHARED_WEIGHTS else "yes",
         packed=_packed(name, architecture, text),
@@ -101,11 +101,10 @@ def _or_why_not(reason: str | None) -> str:
     return "yes" if reason is None else f"no: {reason}"
 
 
-def _why_alone(architecture: Architecture) -> str | None:
-    """Why requests do not share forwards; None if they do."""
+def _batch(architecture: Architecture) -> str:
     if architecture.states:
-        return "requests with states run one after another"
-    return None if architecture.packed else "it keeps its own attention"
+        return "answers: prompts are read one after another"
+    return "yes" if architecture.packed else "no: it keeps its own attention"
 
 
 def _why_buffers(architecture: Architecture, text: Any) -> str | None:
