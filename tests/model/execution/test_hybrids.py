@@ -77,7 +77,7 @@ STEPS = ((0, 1), (0, 1), (2, 0, 1), (1, 2), (1,), (2, 1), (0, 2, 1), (1, 2))
 
 def check_shared_steps(engine: KVBoost, *adapters: AppliedAdapter | None) -> None:
     """Answers of requests that come and go are those of each alone, with the same states."""
-    forward, given = engine._model.forward, adapters or (None,) * 3
+    forward, given = engine.model.forward, adapters or (None,) * 3
     assert forward.shares_steps and features(forward.model.config).batch.startswith("answers")
     together, num_together = answer_in_steps(forward, given)
     forward.shares_steps = False
@@ -177,7 +177,7 @@ def test_a_model_that_sees_reads_text(name: str, tmp_path: Path) -> None:
     save_seeing(name, tmp_path)
     config = {"chunk_size": 16, "dtype": "float32", "state_every": EVERY}
     with KVBoost.from_pretrained(tmp_path, **config) as engine:
-        assert engine._model.forward.shares_steps
+        assert engine.model.forward.shares_steps
         ids = random_ids(40, seed=1)
         first = engine.generate(ids, 3, EXACT, ignore_eos=True)
         again = engine.generate(ids, 3, EXACT, ignore_eos=True)
@@ -199,7 +199,7 @@ def test_requests_of_other_adapters(tmp_path: Path) -> None:
         adapters = []
         for seed, targets in ((1, ["q_proj", "in_proj"]), (2, ["in_proj", "down_proj"])):
             folder = write_adapter(tmp_path / str(seed), model, seed=seed, targets=targets)
-            adapter = engine._model.forward.load_adapter(read_adapter(folder))
+            adapter = engine.model.forward.load_adapter(read_adapter(folder))
             adapters.append(AppliedAdapter(adapter))
         check_shared_steps(engine, adapters[0], None, adapters[1])
 
@@ -265,7 +265,7 @@ def test_answers_run_beside_a_prompt_and_go_on_from_where_they_end(
     model = hybrid_model("qwen3_next")
     stock = StockModel(copy.deepcopy(model))
     with make_engine(model, state_every=64) as engine:
-        forward = engine._model.forward
+        forward = engine.model.forward
         shared: list[int] = []
         compute = forward._steps.compute
 
@@ -288,7 +288,7 @@ def test_answers_go_on_between_the_layers_of_a_prompt() -> None:
     model = hybrid_model("qwen3_next")
     stock = StockModel(copy.deepcopy(model))
     with make_engine(model) as engine:
-        forward, prompts = engine._model.forward, [random_ids(length, 1) for length in (20, 9)]
+        forward, prompts = engine.model.forward, [random_ids(length, 1) for length in (20, 9)]
         kvs = [make_kv(forward.shape, 64) for _ in range(3)]
         for kv, ids in zip(kvs, prompts, strict=False):
             forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
@@ -356,7 +356,7 @@ def test_a_model_that_takes_one_sequence_at_a_time(
 
     model.model.layers[0].mamba.register_forward_hook(break_several)
     with make_engine(model, state_every=EVERY) as engine:
-        assert not engine._model.forward.shares_steps
+        assert not engine.model.forward.shares_steps
         assert ("one sequence only" if fails else "are off by") in caplog.text
         assert any("one request after another is answered" in note for note in engine.notes)
         check_batch(engine, stock)
