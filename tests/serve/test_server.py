@@ -114,7 +114,9 @@ def test_what_was_computed_on_moved_text_is_healed_after_the_answer(client, engi
     prompt = f"Something else comes here first. {text(40, 200)} And a question after it?"
     engine.heal()  # what other tests have left
     before = engine.cache_stats()["healing"]["healed"]
-    moved = complete(client, prompt, logit_bias=NO_END, kvboost={"strategy": "none"})
+    moved = complete(
+        client, prompt, logit_bias=NO_END, kvboost={"ratio": 0, "reuse_moved": "always"}
+    )
     assert moved["kvboost"]["moved_tokens"] > 100
     assert moved["kvboost"]["answer_exact_from"] == moved["usage"]["completion_tokens"] == 12
     wait_for(lambda: engine.cache_stats()["healing"]["healed"] > before)
@@ -127,7 +129,7 @@ def test_what_was_computed_on_moved_text_is_healed_after_the_answer(client, engi
 def test_a_verified_answer_is_that_of_a_full_prefill(client) -> None:
     complete(client, text(41, 200))
     prompt = f"Something else comes here first. {text(41, 200)} And a question after it?"
-    chosen = {"strategy": "none", "exactness": "verified"}
+    chosen = {"ratio": 0, "reuse_moved": "always", "exactness": "verified"}
     verified = complete(client, prompt, logit_bias=NO_END, kvboost=chosen)
     full = complete(client, prompt, logit_bias=NO_END, kvboost={"mode": "baseline"})
     report = verified["kvboost"]

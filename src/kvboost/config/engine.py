@@ -158,8 +158,8 @@ class EngineConfig:
     weights: str = "auto"
     """How ``from_pretrained`` loads quantised weights. ``"packed"`` keeps the codes of 4 and 8 bits
     and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs GGUF
-    files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and takes the
-    embedded models in ordinary numbers."""
+    files, AWQ, GPTQ and compressed-tensors folders and experts in MXFP4 where there are kernels for
+    it, and takes the embedded models in ordinary numbers."""
     device_memory: int | None = None
     """The memory that an engine may take on a GPU: for weights, the KV of running requests,
     ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -318,6 +319,24 @@ def test_answers_go_on_between_the_layers_of_a_prompt() -> None:
         for number, ids in enumerate(prompts):
             logits = torch.stack([both[number] for both in answered])
             torch.testing.assert_close(logits, stock.logits(ids)[-len(answered) :], **CLOSE)
+
+
+def test_two_engines_on_one_model_answer_at_the_same_time() -> None:
+    """Steps that requests share replace the model's attention, for both."""
+    model = hybrid_model("lfm2")
+    prompts = [random_ids(length, length) for length in (20, 9, 31)]
+    options = {"keep": False, "ignore_eos": True}
+    with make_engine(model) as first, make_engine(model) as second:
+        expected = [first.generate(ids, 12, EXACT, **options).token_ids for ids in prompts]
+
+        def answer(engine: KVBoost) -> list[list[int]]:
+            rounds = [engine.generate_batch(prompts, 12, EXACT, **options) for _ in range(4)]
+            return [one.token_ids for answers in rounds for one in answers]
+
+        with ThreadPoolExecutor(2) as threads:
+            answers = list(threads.map(answer, (first, second)))
+    assert answers == [expected * 4] * 2
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_step_that_fails_loses_no_states() -> None:

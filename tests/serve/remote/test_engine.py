@@ -141,7 +141,12 @@ def test_documents_pins_and_sessions_are_kept(client, engine) -> None:
 
 def test_the_page_sees_how_approximate_rows_are_healed(client, engine) -> None:
     ask(client, prompt=PROMPT, max_tokens=1)
-    ask(client, prompt=f"Before it. {PROMPT}", kvboost={"strategy": "none"}, logit_bias=NO_END)
+    ask(
+        client,
+        prompt=f"Before it. {PROMPT}",
+        kvboost={"ratio": 0, "reuse_moved": "always"},
+        logit_bias=NO_END,
+    )
 
     def healed() -> bool:
         (one,) = client.get("/kvboost/live").json()["healed_requests"]

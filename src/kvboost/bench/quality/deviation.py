@@ -72,7 +72,8 @@ class Settings(Asking, ModelSettings):
 
     strategies: tuple[str, ...] = option(
         ("auto", CONTROL, "cacheblend", *WITHOUT_RATIO),
-        "How moved text is repaired; random takes as many rows as auto has paid for.",
+        "How moved text is repaired; random takes as many rows as auto has paid for, selective the "
+        "ends of each passage, none nothing.",
         "strategy",
         choices=(*STRATEGIES, *CONTROLS),
     )

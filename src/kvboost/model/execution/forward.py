@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,10 @@ AttentionInterface.register(attention.NAME, attention.attend)
 AttentionInterface.register(attention.ALONE, attention.attend_alone)
 AttentionInterface.register(attention.STEP, attention.attend_step)
 
+_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+"""Of models that keep their own attention. A step of several of their requests replaces it
+meanwhile, for all engines of the model."""
+
 
 class Forward:
     """Runs segments through a model. Safe to call from several threads: one runs at a time. A
@@ -106,7 +111,7 @@ class Forward:
         self.streams = streams
         self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if packed else _locks.setdefault(model, threading.RLock())
         self._deep: DeepFeatures | None = None
         self._depth = 0
         """The number of forwards that have begun and not ended: one within the other."""
@@ -118,7 +123,8 @@ class Forward:
         self._experts = Experts.of(model, streams=streams)
         self.release()  # another engine may have bound it
         key_scales.fold(model)
-        self.observed = observe(model, probed_positions, latent=latent)
+        with self.lock:
+            self.observed = observe(model, probed_positions, latent=latent)
         self.shape, self.num_logits = self.observed.shape, self.observed.num_logits
         self.layers, self.states = self.observed.layers, self.observed.states
         self._check_states()
@@ -414,7 +420,7 @@ class Forward:
             self([Segment(kv, ids[:-1], range(length))])
             segments.append(Segment(kv, ids[-1:], range(length, length + 1)))
         try:
-            with torch.inference_mode():
+            with self.lock, torch.inference_mode():
                 together = self._steps.compute(segments)[1]
             far = float(_distance(together, self(segments)))
         except Exception as error:

@@ -125,13 +125,13 @@ def packed_identity(model: nn.Module) -> dict[str, Any]:
             found[name] = module.digest
         if isinstance(module, QuantizedLinear):
             kernels.add(module.product.kernel)
-    for name, experts in packed_experts(model):  # their codes are buffers
+    for name, _ in packed_experts(model):  # their codes are buffers, exact in every kernel
         found[name] = "MXFP4"
-        kernels.add(kernel_of(experts))
     return {"packed": found, "kernels": sorted(kernels)} if found else {}
 
 
 def weights_of(model: nn.Module) -> str:
     """``"packed"`` with the kernels that multiply with quantised weights, or ``"plain"``."""
-    kernels = packed_identity(model).get("kernels")
+    of_experts = {kernel_of(experts) for _, experts in packed_experts(model)}
+    kernels = sorted({*packed_identity(model).get("kernels", ()), *of_experts})
     return f"packed ({', '.join(kernels)})" if kernels else "plain"
